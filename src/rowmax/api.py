@@ -1,0 +1,174 @@
+"""The public calls: describe, call the operator, shape the result."""
+
+from typing import Optional, Union
+
+import torch
+
+from rowmax.errors import ProblemError
+from rowmax.ops import FORWARD
+from rowmax.plan import Plan
+
+Window = tuple[Optional[int], Optional[int]]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: Optional[Window] = None,
+    scale: Optional[float] = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    plan: Union[None, str, Plan] = None,
+):
+    """Exact attention, `softmax(scale * q k^T) v`, without storing the scores.
+
+    Args:
+        q: `[B, Tq, Hq, D]`, fp16, bf16, fp32 (fp64 on the CPU), D from 1 to 256. Any strides with the last equal to 1.
+        k: `[B, Tk, Hk, D]`; Hq is a multiple of Hk, and consecutive query heads share one KV head.
+        v: `[B, Tk, Hk, Dv]`; Dv may differ from D.
+        causal: query i sees keys j <= i + Tk - Tq: the last query sees the last key (bottom-right alignment).
+        window: `(left, right)` keys kept on each side of that diagonal, self included; `None` on a side is no limit.
+        scale: factor on the scores, any finite number; `None` is `1/sqrt(D)`.
+        return_lse: also return the log-sum-exp of the scaled, masked scores.
+        deterministic: ask for a bitwise repeatable backward (the forward always is).
+        plan: `None`, or an algorithm by name ("q_outer", "tiled", ...), or a `Plan`; see `rowmax.plan`.
+
+    Returns:
+        out `[B, Tq, Hq, Dv]` in the inputs' dtype; with `return_lse` also lse `[B, Hq, Tq]`, fp32, natural logarithm. A query
+        that sees no key gives 0 and -inf. Gradients flow to q, k, v through both results, to first order.
+
+    Raises:
+        ProblemError: the arguments contradict each other; the message says what arrived, what is required and the fix.
+        Unsupported: no algorithm can run the call on this device; lists every candidate's reason.
+
+    Method: FlashAttention-2 (Dao 2023, section 3.1), after the online softmax of Milakov and Gimelshein (2018).
+    """
+    return _call(q, k, v, None, None, None, None, causal, window, scale, return_lse, deterministic, plan)
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    causal: bool = False,
+    window: Optional[Window] = None,
+    scale: Optional[float] = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    plan: Union[None, str, Plan] = None,
+):
+    """Exact attention over sequences of different lengths, packed one after another.
+
+    Args:
+        q: `[Tq, Hq, D]`; k: `[Tk, Hk, D]`; v: `[Tk, Hk, Dv]`, as for `attention`.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 `[B + 1]` on the tensors' device: sequence b has rows
+            `cu_seqlens[b]` to `cu_seqlens[b + 1]` (exclusive). Never read back to the host. On a GPU, values that decrease or
+            leave the tensors are clamped, so that no memory outside the tensors is touched.
+        max_seqlen_q, max_seqlen_k: hints to choose tiles; the result does not depend on them.
+
+    Returns:
+        out `[Tq, Hq, Dv]`; with `return_lse` also lse `[Hq, Tq]`. Rows of q that belong to no sequence give 0 and -inf.
+
+    The other arguments, errors and conventions (bottom-right alignment within each sequence) are those of `attention`.
+    """
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, torch.Tensor):
+            raise ProblemError(f"{name} must be an int32 tensor of shape [B + 1]; got {type(cu).__name__}.")
+    return _call(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal,
+        window,
+        scale,
+        return_lse,
+        deterministic,
+        plan,
+    )
+
+
+def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine attention over disjoint sets of keys into attention over their union.
+
+    Args:
+        outs: partial outputs, a sequence of `[B, T, H, D]` (or packed `[T, H, D]`) tensors of one shape and dtype.
+        lses: their log-sum-exps, `[B, H, T]` (or `[H, T]`), natural logarithm.
+
+    Returns:
+        `(out, lse)` of the union, in the inputs' dtypes; computed in fp32 (fp64 for fp64). Where every part saw nothing: 0 and
+        -inf. Differentiable in all arguments, with zero gradient where a row saw nothing.
+
+    Method: the rescaling of FlashAttention-2 (Dao 2023, section 3.1.1) applied once, to whole parts.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ProblemError(f"merge needs as many outputs as LSEs, at least one; got {len(outs)} and {len(lses)}.")
+    for out, lse in zip(outs, lses, strict=True):
+        want = (*out.shape[:-3], out.shape[-2], out.shape[-3]) if out.dim() in (3, 4) else None
+        if out.shape != outs[0].shape or tuple(lse.shape) != want:
+            raise ProblemError(
+                f"merge needs outputs [B, T, H, D] of one shape with LSEs [B, H, T] (packed: [T, H, D], [H, T]); got out "
+                f"{list(out.shape)} beside {list(outs[0].shape)} and LSE {list(lse.shape)}."
+            )
+    wide = torch.promote_types(outs[0].dtype, torch.float32)
+    stacked = torch.stack([lse.to(wide) for lse in lses])
+    peak = stacked.detach().amax(0)
+    peak = torch.where(torch.isneginf(peak), 0.0, peak)
+    weights = torch.exp(stacked - peak)
+    total = weights.sum(0)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, peak + torch.log(total))
+    shares = (weights / total).transpose(-1, -2).unsqueeze(-1)
+    out = sum(share * part.to(wide) for share, part in zip(shares, outs, strict=True))
+    return out.to(outs[0].dtype), lse.to(lses[0].dtype)
+
+
+def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, deterministic, plan):
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    left, right = _band(causal, window)
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    need_lse = return_lse or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    scale = scale if scale is None or type(scale) is float else _number("scale", scale)
+    preferred = "" if plan is None else str(plan)
+    out, lse = FORWARD(need_lse, q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, preferred)
+    return (out, lse) if return_lse else out
+
+
+def _band(causal: bool, window: Optional[Window]) -> Window:
+    """`(left, right)` of the band that both arguments describe together."""
+    if window is None:
+        return (None, 0) if causal else (None, None)
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ProblemError(f"window must be a pair (left, right) of integers or None; got {window!r}.") from None
+    for side in (left, right):
+        if side is not None and (not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool)):
+            raise ProblemError(f"window must be a pair (left, right) of integers or None; got {window!r}.")
+    if causal and right is not None and right < 0:
+        raise ProblemError(f"window must be None for no limit or a distance of at least 0 on each side; got {window!r}.")
+    return left, (0 if causal else right)
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, float)):
+        raise ProblemError(f"{name} must be a Python number or None; got {type(value).__name__}. For a tensor, call .item() once.")
+    return float(value)

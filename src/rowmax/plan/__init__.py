@@ -1,0 +1,75 @@
+"""Which algorithm and which tiles run a problem on a device, and why not the others.
+
+The plan decides and the kernels obey: they hold no heuristics and read no environment. Nothing here needs a GPU or Triton.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Optional
+
+from rowmax.device import Device
+from rowmax.errors import Unsupported
+from rowmax.plan import cpu, portable
+from rowmax.plan.tile import Tile
+from rowmax.problem import Problem
+
+Direction = Literal["forward", "backward"]
+
+# Name -> the module that decides for it, in order of preference.
+CANDIDATES = {"aten": cpu.ATEN, "tiled": cpu.TILED, "q_outer": portable}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    algorithm: a name in `CANDIDATES`.
+    tiles: forward: one; backward: the tile of the dQ kernel, then that of the dK/dV kernel (CPU: one).
+    reason: why this candidate and these tiles, with the measurement where there is one.
+    refusals: `(candidate, reason)` for each candidate that was passed over.
+    """
+
+    algorithm: str
+    tiles: tuple[Tile, ...] = ()
+    reason: str = ""
+    refusals: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.algorithm + (f"[{', '.join(map(str, self.tiles))}]" if self.tiles else "")
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """`q_outer` (tiles chosen by the plan) or `q_outer[128x128 w8 s2 tma]` (as given)."""
+        match = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text.strip())
+        if match is None:
+            raise ValueError(f"'{text}' is no plan; an example: 'q_outer[128x128 w8 s2]'")
+        return cls(match[1], tuple(Tile.parse(part) for part in match[2].split(",")) if match[2] else ())
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "") -> Plan:
+    """The plan for one direction of `problem` on `device`.
+
+    Args:
+        prefer: "" for the best candidate; an algorithm's name; or a whole `str(Plan)`, whose tiles are then used as they
+            are (forward only: the backward takes the algorithm's name from it).
+
+    Raises:
+        Unsupported: no candidate, or not the preferred one, can run it; lists every candidate's reason.
+    """
+    wanted: Optional[Plan] = Plan.parse(prefer) if prefer else None
+    if wanted and wanted.algorithm not in CANDIDATES:
+        raise Unsupported(f"no algorithm '{wanted.algorithm}'; known are {', '.join(CANDIDATES)}")
+    refusals = {}
+    for name, candidate in CANDIDATES.items():
+        reason = candidate.refuses(problem, device, direction)
+        if wanted and not reason and name != wanted.algorithm:
+            reason = f"{wanted.algorithm} was asked for"
+        if reason:
+            refusals[name] = reason
+            continue
+        tiles, why = candidate.tiles(problem, device, direction)
+        if wanted and wanted.tiles and direction == "forward":
+            tiles, why = wanted.tiles, "tiles as asked for"
+        return Plan(name, tiles, why, tuple(refusals.items()))
+    raise Unsupported(f"nothing here runs the {direction} of '{problem}' on {device.name}:", refusals)

@@ -1,0 +1,55 @@
+"""Candidates on the CPU: torch's own flash operator where it covers the problem, the tiled algorithm elsewhere."""
+
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import torch
+
+from rowmax.device import Device
+from rowmax.mask import Band
+from rowmax.plan.tile import Tile
+from rowmax.problem import Problem
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`refuses` gives the reason or None; `tiles` the tiles and why these."""
+
+    refuses: Callable[[Problem, Device, str], Optional[str]]
+    tiles: Callable[[Problem, Device, str], tuple[tuple[Tile, ...], str]]
+
+
+def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
+    if device.kind != "cpu":
+        return f"runs on the CPU; the tensors are on {device.kind}"
+    if problem.packed:
+        return "torch's CPU operator takes no packed sequences"
+    if problem.band not in (Band(), Band(None, 0)):
+        return "torch's CPU operator takes no window"
+    if problem.band == Band(None, 0) and problem.len_q != problem.len_k:
+        return "torch's CPU operator aligns causal masks to the top left; here len_q != len_k"
+    if problem.dim_qk != problem.dim_v:
+        return "torch's CPU operator needs dim_v == dim_qk"
+    if min(problem.batch, problem.len_q, problem.len_k, problem.heads_q) == 0:
+        return "torch's CPU operator takes no empty tensors"
+    if problem.dtype in (torch.float16, torch.bfloat16):
+        return "row blocks with few large operations are faster in 16 bits"
+    return None
+
+
+def _aten_tiles(problem: Problem, device: Device, direction: str):
+    return (), "torch's operator runs at most of the matmul rate in fp32"
+
+
+def _tiled_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
+    if device.kind != "cpu":
+        return f"runs on the CPU; the tensors are on {device.kind}"
+    return None
+
+
+def _tiled_tiles(problem: Problem, device: Device, direction: str):
+    return (Tile(256, 4096),), "row blocks over all visible columns keep the matmuls large"
+
+
+ATEN = Candidate(_aten_refuses, _aten_tiles)
+TILED = Candidate(_tiled_refuses, _tiled_tiles)

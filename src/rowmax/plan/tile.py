@@ -1,0 +1,53 @@
+"""A tile of the score matrix, and the loop ranges that a tile of rows needs.
+
+The kernels compute the same three ranges on the device with `kernels/tile_ops.py`; tests compare the two.
+"""
+
+from dataclasses import dataclass
+
+from rowmax.mask import Band, end_key, first_key
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of scores per step, and what runs it. `warps` 0 means: not a GPU kernel."""
+
+    block_m: int
+    block_n: int
+    warps: int = 0
+    stages: int = 0
+    descriptors: bool = False  # K/V through TMA descriptors made on the device
+    specialize: bool = False  # Triton's own warp specialisation
+
+    def __str__(self) -> str:
+        words = [f"{self.block_m}x{self.block_n}"]
+        if self.warps:
+            words += [f"w{self.warps}", f"s{self.stages}"]
+        return " ".join(words + ["tma"] * self.descriptors + ["ws"] * self.specialize)
+
+    @classmethod
+    def parse(cls, text: str) -> "Tile":
+        """The inverse of `str`: `128x128 w8 s2 tma ws`."""
+        size, *words = text.split()
+        block_m, block_n = size.split("x")
+        number = {word[0]: int(word[1:]) for word in words if word[1:].isdigit()}
+        return cls(int(block_m), int(block_n), number.get("w", 0), number.get("s", 0), "tma" in words, "ws" in words)
+
+
+def key_ranges(row: int, rows: int, len_q: int, len_k: int, block_n: int, band: Band) -> tuple[int, int, int, int]:
+    """The key loop of the row block `[row, row + rows)`: `(start, full_start, full_end, end)`.
+
+    Key tiles in `[start, full_start)` and `[full_end, end)` need the element mask; those in `[full_start, full_end)` are
+    visible to every row. All but `end` are multiples of `block_n`; an empty block gives `start == end`.
+    """
+    shift = len_k - len_q
+    last = min(row + rows, len_q) - 1
+    start = min(max(first_key(row, shift, band), 0), len_k)
+    end = min(max(end_key(last, shift, len_k, band), 0), len_k)
+    start = start // block_n * block_n
+    end = max(end, start)
+    full_start = min(max(first_key(last, shift, band), 0), len_k)
+    full_end = min(max(end_key(row, shift, len_k, band), 0), len_k)
+    full_start = min(max(-(-full_start // block_n) * block_n, start), end)
+    full_end = max(full_end // block_n * block_n, full_start)
+    return start, full_start, full_end, end

@@ -1,0 +1,334 @@
+"""One attention call, described without its tensors.
+
+    O[i] = sum_j softmax_j(scale * q[i].k[j]) v[j]   over the keys j that query i sees (`mask.Band`)
+
+A `Problem` is frozen, hashable, validated once and has one spelling, `b2 h32/8 q4096 k4096 d128 bf16 causal`, which is
+the argument at the shell, the test id, the benchmark row and the log line. `Operands` are the tensors of the same call.
+All validation of public calls is in this file.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple, Optional
+
+import torch
+
+from rowmax.errors import ProblemError
+from rowmax.mask import Band
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MIN_DIM, MAX_DIM = 1, 256
+
+
+class Operands(NamedTuple):
+    """The tensors of one call. Dense: q `[B, T, H, D]`. Packed: q `[T, H, D]` and `cu_seqlens` int32/int64 `[B + 1]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: Optional[torch.Tensor] = None
+    cu_seqlens_k: Optional[torch.Tensor] = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is known of an attention call without reading its tensors.
+
+    Attributes:
+        batch: sequences; for a packed problem, `len(cu_seqlens) - 1`.
+        heads_q, heads_k: query heads and key/value heads; `heads_q` is a multiple of `heads_k`, and consecutive query
+            heads share one KV head.
+        len_q, len_k: tokens a sequence; for a packed problem, tokens of all sequences together.
+        dim_qk, dim_v: head dimension of q and k, and of v and the output (1 to 256).
+        dtype: of q, k, v and the output.
+        band: what each query sees.
+        scale: factor on the scores before the softmax; any finite number.
+        packed: sequences of different lengths stored one after another.
+        max_len_q, max_len_k: hints for the plan of a packed problem. A wrong hint costs time, never correctness.
+        deterministic: the backward must be bitwise repeatable.
+    """
+
+    batch: int
+    heads_q: int
+    heads_k: int
+    len_q: int
+    len_k: int
+    dim_qk: int
+    dim_v: int
+    dtype: torch.dtype
+    band: Band = Band()
+    scale: float = math.nan  # replaced by 1/sqrt(dim_qk)
+    packed: bool = False
+    max_len_q: Optional[int] = None
+    max_len_k: Optional[int] = None
+    deterministic: bool = False
+
+    def __post_init__(self):
+        if self.scale != self.scale:
+            object.__setattr__(self, "scale", self.dim_qk**-0.5)
+        if self.heads_k < 1 or self.heads_q % self.heads_k:
+            raise ProblemError(
+                f"heads_q must be a multiple of heads_k, at least 1; got heads_q={self.heads_q}, heads_k={self.heads_k} "
+                f"in '{self}'. Each KV head serves heads_q / heads_k consecutive query heads."
+            )
+        for name, dim in (("dim_qk", self.dim_qk), ("dim_v", self.dim_v)):
+            if not MIN_DIM <= dim <= MAX_DIM:
+                raise ProblemError(f"{name} must be in {MIN_DIM}..{MAX_DIM}; got {dim} in '{self}'.")
+        if self.dtype not in DTYPE_NAMES:
+            raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def dtype_name(self) -> str:
+        return DTYPE_NAMES[self.dtype]
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def outputs(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the output and of the log-sum-exp; both are contiguous."""
+        if self.packed:
+            return (self.len_q, self.heads_q, self.dim_v), (self.heads_q, self.len_q)
+        return (self.batch, self.len_q, self.heads_q, self.dim_v), (self.batch, self.heads_q, self.len_q)
+
+    def __str__(self) -> str:
+        heads = f"h{self.heads_q}" + (f"/{self.heads_k}" if self.heads_k != self.heads_q else "")
+        dims = f"d{self.dim_qk}" + (f"/{self.dim_v}" if self.dim_v != self.dim_qk else "")
+        words = [f"b{self.batch}", heads, f"q{self.len_q}", f"k{self.len_k}", dims]
+        words.append(DTYPE_NAMES.get(self.dtype, str(self.dtype)))
+        if self.band == Band(None, 0):
+            words.append("causal")
+        elif self.band != Band():
+            left, right = ("inf" if side is None else side for side in self.band)
+            words.append(f"window({left},{right})")
+        if self.packed:
+            words.append("packed")
+        if self.max_len_q is not None:
+            words.append(f"maxq{self.max_len_q}")
+        if self.max_len_k is not None:
+            words.append(f"maxk{self.max_len_k}")
+        if self.scale != self.dim_qk**-0.5:
+            words.append(f"scale={self.scale!r}")
+        if self.deterministic:
+            words.append("deterministic")
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> "Problem":
+        """The problem spelled by `text`; the inverse of `str`. Words may come in any order; `k` defaults to `q`.
+
+        Raises:
+            ProblemError: a word that is not part of the spelling, or a missing one.
+        """
+        found: dict = {}
+        for word in text.split():
+            for pattern, read in _WORDS:
+                if match := re.fullmatch(pattern, word):
+                    found.update(read(match))
+                    break
+            else:
+                raise ProblemError(
+                    f"'{word}' is not part of a problem's spelling in '{text}'. "
+                    "An example with every word: " + _EXAMPLE
+                )
+        for name, default in (("batch", 1), ("len_k", found.get("len_q")), ("heads_k", found.get("heads_q"))):
+            if found.get(name) is None:
+                found[name] = default
+        if found.get("dim_v") is None:
+            found["dim_v"] = found.get("dim_qk")
+        missing = [word for word, name in _REQUIRED.items() if found.get(name) is None]
+        if missing:
+            raise ProblemError(f"'{text}' lacks {', '.join(missing)}. An example with every word: {_EXAMPLE}")
+        return cls(**found)
+
+    def with_(self, **changes) -> "Problem":
+        """A copy with some fields changed; the default scale follows `dim_qk`."""
+        if "dim_qk" in changes and "scale" not in changes and self.scale == self.dim_qk**-0.5:
+            changes["scale"] = math.nan
+        return replace(self, **changes)
+
+    @classmethod
+    def describe(
+        cls,
+        operands: Operands,
+        *,
+        left: Optional[int] = None,
+        right: Optional[int] = None,
+        scale: Optional[float] = None,
+        max_len_q: Optional[int] = None,
+        max_len_k: Optional[int] = None,
+        deterministic: bool = False,
+    ) -> "Problem":
+        """Validate tensors and arguments and name every dimension. Keeps no tensor and reads no device memory.
+
+        Raises:
+            ProblemError: says what arrived, what is required and the fix.
+        """
+        q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+        if cu_seqlens_q is not None:
+            _check_cu_seqlens(operands)
+        _check_tensors(q, k, v, rank=4 if cu_seqlens_q is None else 3)
+        batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        make = _describe if all(type(size) is int for size in (*q.shape, *k.shape)) else _describe.__wrapped__
+        return make(cls, q.shape, k.shape, v.shape, batch, q.dtype, left, right, scale, max_len_q, max_len_k, deterministic)
+
+
+_EXAMPLE = "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 deterministic'"
+_REQUIRED = {"h<heads>": "heads_q", "q<len>": "len_q", "d<dim>": "dim_qk", "<dtype>": "dtype"}
+
+
+def _side(text: str) -> Optional[int]:
+    return None if text == "inf" else int(text)
+
+
+def _optional_int(text: Optional[str]) -> Optional[int]:
+    return None if text is None else int(text)
+
+
+_WORDS = (
+    (r"b(\d+)", lambda m: {"batch": int(m[1])}),
+    (r"h(\d+)(?:/(\d+))?", lambda m: {"heads_q": int(m[1]), "heads_k": _optional_int(m[2])}),
+    (r"q(\d+)", lambda m: {"len_q": int(m[1])}),
+    (r"k(\d+)", lambda m: {"len_k": int(m[1])}),
+    (r"d(\d+)(?:/(\d+))?", lambda m: {"dim_qk": int(m[1]), "dim_v": _optional_int(m[2])}),
+    ("|".join(DTYPES), lambda m: {"dtype": DTYPES[m[0]]}),
+    (r"causal", lambda m: {"band": Band(None, 0)}),
+    (r"window\((\d+|inf),(\d+|inf)\)", lambda m: {"band": Band(_side(m[1]), _side(m[2]))}),
+    (r"packed", lambda m: {"packed": True}),
+    (r"maxq(\d+)", lambda m: {"max_len_q": int(m[1])}),
+    (r"maxk(\d+)", lambda m: {"max_len_k": int(m[1])}),
+    (r"scale=([-+.\de]+)", lambda m: {"scale": float(m[1])}),
+    (r"deterministic", lambda m: {"deterministic": True}),
+)
+
+
+@lru_cache(maxsize=4096)
+def _describe(
+    cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic
+) -> Problem:
+    """The part of `describe` that depends on shapes and numbers only, so that repeated calls are a dictionary lookup."""
+    packed = batch is not None
+    if packed:
+        (len_q, heads_q, dim_qk), (len_k, heads_k, _), dim_v = q_shape, k_shape, v_shape[2]
+    else:
+        (batch, len_q, heads_q, dim_qk), (_, len_k, heads_k, _), dim_v = q_shape, k_shape, v_shape[3]
+    shapes = f"q {list(q_shape)}, k {list(k_shape)}, v {list(v_shape)}"
+    layout = "[T, H, D]" if packed else "[B, T, H, D]"
+    if not packed and q_shape[0] != k_shape[0]:
+        raise ProblemError(f"q and k must have the same batch; got {shapes} (layout {layout}).")
+    if k_shape[:-1] != v_shape[:-1]:
+        raise ProblemError(f"k and v must agree in all but the last dimension; got {shapes} (layout {layout}).")
+    if q_shape[-1] != k_shape[-1]:
+        raise ProblemError(
+            f"q and k must have the same head dimension; got {q_shape[-1]} and {k_shape[-1]} in {shapes} (layout {layout})."
+        )
+    if heads_k == 0 or heads_q % heads_k or _looks_transposed(q_shape, k_shape, right):
+        hint = ""
+        if not packed and k_shape[1] and q_shape[1] % k_shape[1] == 0:
+            hint = " These look like [B, H, T, D] tensors: pass q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)."
+        raise ProblemError(
+            f"query heads must be a multiple of KV heads in layout {layout}; got {heads_q} and {heads_k} heads over "
+            f"{len_q} queries and {len_k} keys in {shapes}.{hint}"
+        )
+    for name, value in (("left", left), ("right", right)):
+        if value is not None and value < 0:
+            raise ProblemError(
+                f"window ({name} side) must be None for no limit or a distance of at least 0; got {value}. "
+                "A window of w keys that ends at the query itself is window=(w - 1, 0)."
+            )
+    if scale is not None and not math.isfinite(scale):
+        raise ProblemError(f"scale must be a finite number, or None for 1/sqrt(dim_qk); got {scale} with {shapes}.")
+    for name, value in (("max_seqlen_q", max_len_q), ("max_seqlen_k", max_len_k)):
+        if value is not None and value < 0:
+            raise ProblemError(f"{name} must be at least 0; got {value}.")
+    return cls(
+        batch,
+        heads_q,
+        heads_k,
+        len_q,
+        len_k,
+        dim_qk,
+        dim_v,
+        dtype,
+        Band(left, right),
+        math.nan if scale is None else float(scale),
+        packed,
+        max_len_q,
+        max_len_k,
+        deterministic,
+    )
+
+
+def _looks_transposed(q_shape, k_shape, right) -> bool:
+    """[B, H, T, D] tensors with grouped heads, read as [B, T, H, D]: many equal 'heads', a causal mask, and fewer 'keys'
+    than 'queries' by a whole factor, so that most queries would see nothing."""
+    if len(q_shape) != 4 or right != 0:
+        return False
+    (_, len_q, heads_q, _), (_, len_k, heads_k, _) = q_shape, k_shape
+    return heads_q == heads_k >= 256 > len_q > len_k > 0 and len_q % len_k == 0
+
+
+def _check_tensors(q, k, v, rank: int) -> None:
+    layout = "[B, T, H, D]" if rank == 4 else "[T, H, D]"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != rank:
+            raise ProblemError(
+                f"{name} must have rank {rank}, layout {layout}; got rank {tensor.dim()}, shape {list(tensor.shape)}."
+                + (" For packed [T, H, D] tensors call attention_varlen with cu_seqlens." if tensor.dim() == 3 else "")
+            )
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ProblemError(
+                f"{name} has dtype {tensor.dtype}; required is one of {', '.join(str(d) for d in DTYPE_NAMES)}. "
+                "Convert it first, for example q.to(torch.bfloat16)."
+            )
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ProblemError(
+                f"{name} must have stride 1 in its last dimension; got strides {tensor.stride()} for shape "
+                f"{list(tensor.shape)}. Call {name}.contiguous()."
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(
+            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Convert them, or call under torch.autocast."
+        )
+    if not q.device == k.device == v.device:
+        raise ProblemError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}. Move them with .to(device).")
+
+
+def _check_cu_seqlens(operands: Operands) -> None:
+    q, k, _, cu_seqlens_q, cu_seqlens_k = operands
+    if cu_seqlens_k is None:
+        raise ProblemError("cu_seqlens_q came without cu_seqlens_k; a packed call needs both.")
+    for name, cu, tensor in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        if cu.dtype not in (torch.int32, torch.int64):
+            raise ProblemError(f"{name} must be int32 or int64; got {cu.dtype}. Convert it with .to(torch.int32).")
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise ProblemError(
+                f"{name} must have shape [B + 1]: the first row of each sequence and, last, one past the end; got {list(cu.shape)}."
+            )
+        if cu.device != q.device:
+            raise ProblemError(f"{name} is on {cu.device} and q on {q.device}; move it with .to(q.device).")
+        if cu.device.type == "cpu" and not torch.compiler.is_compiling() and type(cu) is torch.Tensor:
+            _check_cu_values(name, cu, tensor)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ProblemError(
+            f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences; got shapes "
+            f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}."
+        )
+
+
+def _check_cu_values(name: str, cu, tensor) -> None:
+    """Only for tensors on the CPU, where reading costs nothing; the kernels clamp instead."""
+    values = cu.tolist()
+    if values[0] != 0 or any(b < a for a, b in zip(values, values[1:], strict=False)) or values[-1] > tensor.shape[0]:
+        raise ProblemError(
+            f"{name} must start at 0, never decrease and end at most at {tensor.shape[0]} (the rows that arrived); "
+            f"got {values if len(values) <= 8 else str(values[:4])[:-1] + ', ..., ' + str(values[-1]) + ']'}."
+        )

@@ -1,0 +1,73 @@
+"""The oracle: attention from its definition, dense, differentiable to any order. Slow on purpose.
+
+Written by index comparison with an explicit boolean mask; shares no helper with anything else in the package, so that a
+mistake in the mask geometry or the softmax cannot hide in both. Pass fp64 tensors for a result to compare against.
+"""
+
+import torch
+
+
+def visible(len_q: int, len_k: int, left=None, right=None, device=None) -> torch.Tensor:
+    """Boolean `[len_q, len_k]`: does query i see key j? The last query is aligned with the last key."""
+    i = torch.arange(len_q, device=device).unsqueeze(1)
+    j = torch.arange(len_k, device=device).unsqueeze(0)
+    distance = j - (i + len_k - len_q)
+    seen = torch.ones(len_q, len_k, dtype=torch.bool, device=device)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return seen
+
+
+def attention(q, k, v, *, left=None, right=None, scale=None, seen=None):
+    """`(out, lse)` of dense attention in the inputs' own dtype.
+
+    Args:
+        q: `[B, Tq, Hq, D]`; k: `[B, Tk, Hk, D]`; v: `[B, Tk, Hk, Dv]`.
+        left, right: the window around the diagonal; `None` is no limit. Causal is `right=0`.
+        seen: boolean `[Tq, Tk]` (or broadcastable to `[B, Hq, Tq, Tk]`) used instead of the window.
+
+    Returns:
+        out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; rows that see nothing are 0 and -inf, with zero gradients.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[2] // k.shape[2]
+    heads = torch.arange(q.shape[2], device=q.device) // group
+    if seen is None:
+        seen = visible(q.shape[1], k.shape[1], left, right, q.device)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k[:, :, heads]) * scale
+    scores = torch.where(seen, scores, -torch.inf)
+    dead = ~seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
+    safe = torch.where(dead, 0.0, scores)  # a row of -inf would make softmax NaN
+    p = torch.where(seen, torch.softmax(safe, -1), 0.0)
+    values = v[:, :, heads]
+    finite = torch.isfinite(values)
+    out = torch.einsum("bhij,bjhd->bihd", p, torch.where(finite, values, 0.0))
+    if not bool(finite.all()):  # a value reaches exactly the rows that see it: 0 * NaN must not count
+        out = torch.where(_sees_any(seen, ~finite, p), torch.nan, out)
+    if scores.shape[-1] == 0:
+        return out, torch.full(scores.shape[:-1], -torch.inf, dtype=q.dtype, device=q.device)
+    lse = torch.where(dead.squeeze(-1), -torch.inf, torch.logsumexp(safe, -1))
+    return out, lse
+
+
+def _sees_any(seen, marked, like):
+    """`[B, Tq, H, D]`: does row i see a key whose value element is marked?"""
+    seen = seen.expand(like.shape).to(torch.float64)
+    return torch.einsum("bhij,bjhd->bihd", seen, marked.to(torch.float64)) > 0
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, left=None, right=None, scale=None):
+    """`(out, lse)` of packed attention, one sequence after another: out `[Tq, Hq, Dv]`, lse `[Hq, Tq]`."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf)
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses, last = [], [], 0
+    for i in range(len(bounds_q) - 1):
+        (q0, q1), (k0, k1) = bounds_q[i : i + 2], bounds_k[i : i + 2]
+        o, m = attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], left=left, right=right, scale=scale)
+        outs += [out[last:q0], o[0]]
+        lses += [lse[:, last:q0], m[0]]
+        last = q1
+    return torch.cat([*outs, out[last:]]), torch.cat([*lses, lse[:, last:]], 1)
