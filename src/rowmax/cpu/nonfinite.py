@@ -1,0 +1,111 @@
+"""NaN and infinity reach exactly the rows that see them: the repair of a result that came out non-finite.
+
+The keys that a row sees are an interval, so "does row i see a marked key" is a difference of two prefix sums over the
+keys, and "is key j seen by a marked row" one over the rows: the repair is linear in the length. The values themselves are
+replaced by 0 before the algorithm runs again; a hidden pair has weight exactly 0, so rows and keys that are not marked
+come out bit for bit as if the non-finite values had been finite.
+"""
+
+import torch
+
+from rowmax.cpu import blocks
+from rowmax.mask import end_key, end_query, first_key, first_query
+
+
+def all_finite(t) -> bool:
+    """Whether every element is finite, by one sum; a sum that overflows also answers no, which costs time, not truth."""
+    return t.numel() == 0 or bool(torch.isfinite(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))))
+
+
+def forward(problem, operands, out, lse, run):
+    """The output with non-finite values of V marked in the rows that see them. Scores need no repair: hidden ones are
+    overwritten, not multiplied."""
+    bad = ~torch.isfinite(operands.v)
+    if not bool(bad.any()):
+        return out, lse
+    out, lse = run(operands._replace(v=operands.v.masked_fill(bad, 0.0)))
+    for (_, o), (_, _, marked) in blocks.sequences(problem, operands, (out,), (bad,)):
+        o.masked_fill_(_to_query_heads(_rows_that_see(marked, o.shape[1], problem.band), problem), torch.nan)
+    return out, lse
+
+
+def backward(problem, operands, out, lse, grad_out, grad_lse, grads, run):
+    """Gradients with non-finite values marked: dq of every row that has or sees one, and through those rows dk and dv.
+
+    dv does not depend on V: a row whose own weights and do are finite contributes to it as usual.
+    """
+    bad_q, bad_k, bad_v = (~torch.isfinite(t) for t in operands[:3])
+    bad_do = torch.zeros_like(out, dtype=torch.bool) if grad_out is None else ~torch.isfinite(grad_out)
+    rows_lse = lse.movedim(-1, -2)  # [B, T, H]
+    no_weights = bad_q.any(-1) | torch.isnan(rows_lse) | torch.isposinf(rows_lse)
+    no_scores = bad_do.any(-1)
+    if grad_lse is not None:
+        no_scores = no_scores | ~torch.isfinite(grad_lse.movedim(-1, -2))
+    k_marks, v_marks = bad_k.any(-1), bad_v.any(-1)
+    if not any(bool(t.any()) for t in (no_weights, no_scores, k_marks, v_marks)):
+        return grads
+    for (_, weights, scores), (_, _, k_mark, v_mark) in blocks.sequences(
+        problem, operands, (no_weights, no_scores), (k_marks, v_marks)
+    ):
+        weights |= _to_query_heads(_rows_that_see(k_mark, weights.shape[1], problem.band), problem)
+        scores |= weights | _to_query_heads(_rows_that_see(v_mark, weights.shape[1], problem.band), problem)
+    q, k, v = (t.masked_fill(bad, 0.0) for t, bad in zip(operands[:3], (bad_q, bad_k, bad_v), strict=True))
+    clean = operands._replace(q=q.masked_fill(no_weights.unsqueeze(-1), 0.0), k=k, v=v)
+    gone = no_weights.movedim(-1, -2)
+    lse = lse.masked_fill(gone & (lse != -torch.inf), 0.0)
+    out = out.masked_fill(~torch.isfinite(out) | no_weights.unsqueeze(-1), 0.0)
+    if grad_out is not None:
+        grad_out = grad_out.masked_fill(bad_do | no_weights.unsqueeze(-1), 0.0)
+    if grad_lse is not None:
+        grad_lse = grad_lse.masked_fill(~torch.isfinite(grad_lse) | gone, 0.0)
+    dq, dk, dv = run(clean, out, lse, grad_out, grad_lse)
+    marks_dv = bad_do | no_weights.unsqueeze(-1)
+    row_marks, key_marks = (no_scores, marks_dv), ()
+    for_q = (*row_marks, dq) if dq.numel() else row_marks
+    for_k = tuple(t for t in (dk, dv) if t.numel())
+    for (_, scores, do_marks, *row_dq), (_, _, *cols) in blocks.sequences(problem, operands, for_q, for_k):
+        len_k = cols[0].shape[1] if cols else 0
+        if row_dq:
+            row_dq[0].masked_fill_(scores.unsqueeze(-1), torch.nan)
+        if dk.numel():
+            seen = _keys_seen_by(scores, len_k, problem.band)
+            cols[0].masked_fill_(_to_kv_heads(seen, problem).unsqueeze(-1), torch.nan)
+        if dv.numel():
+            cols[-1].masked_fill_(_to_kv_heads(_keys_seen_by(do_marks, len_k, problem.band), problem), torch.nan)
+    return dq, dk, dv
+
+
+def _rows_that_see(marked, len_q, band):
+    """`[B, Tk, ...]` marks on keys -> `[B, Tq, ...]`: does the row see a marked key?"""
+    len_k = marked.shape[1]
+    i = torch.arange(len_q)
+    shift = len_k - len_q
+    return _count(marked, first_key(i, shift, band), end_key(i, shift, len_k, band)) > 0
+
+
+def _keys_seen_by(marked, len_k, band):
+    """`[B, Tq, ...]` marks on rows -> `[B, Tk, ...]`: is the key seen by a marked row?"""
+    len_q = marked.shape[1]
+    j = torch.arange(len_k)
+    shift = len_k - len_q
+    return _count(marked, first_query(j, shift, band), end_query(j, shift, len_q, band)) > 0
+
+
+def _count(marked, start, end):
+    """How many of dimension 1 are marked in each interval `[start, end)`, clamped to what exists."""
+    total = torch.cumsum(marked, 1, dtype=torch.int32)
+    total = (
+        torch.cat([torch.zeros_like(total[:, :1]), total], 1)
+        if total.shape[1]
+        else total.new_zeros((total.shape[0], 1, *total.shape[2:]))
+    )
+    size = marked.shape[1]
+    return total[:, end.clamp(0, size)] - total[:, start.clamp(0, size)]
+
+
+def _to_query_heads(marked, problem):
+    return marked.repeat_interleave(problem.group, 2)
+
+
+def _to_kv_heads(marked, problem):
+    return marked.unflatten(2, (problem.heads_k, problem.group)).any(3)
