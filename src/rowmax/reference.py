@@ -7,12 +7,12 @@ mistake in the mask geometry or the softmax cannot hide in both. Pass fp64 tenso
 import torch
 
 
-def visible(len_q: int, len_k: int, left=None, right=None, device=None) -> torch.Tensor:
-    """Boolean `[len_q, len_k]`: does query i see key j? The last query is aligned with the last key."""
-    i = torch.arange(len_q, device=device).unsqueeze(1)
+def visible(len_q: int, len_k: int, left=None, right=None, device=None, rows=None) -> torch.Tensor:
+    """Boolean `[len_q, len_k]`: does query i see key j? The last query is aligned with the last key. `rows`: only those."""
+    i = (torch.arange(len_q, device=device) if rows is None else rows).unsqueeze(1)
     j = torch.arange(len_k, device=device).unsqueeze(0)
     distance = j - (i + len_k - len_q)
-    seen = torch.ones(len_q, len_k, dtype=torch.bool, device=device)
+    seen = torch.ones(i.shape[0], len_k, dtype=torch.bool, device=device)
     if left is not None:
         seen &= distance >= -left
     if right is not None:

@@ -1,0 +1,87 @@
+"""Is a result right? Random operands for a `Problem`, poisoned memory, and the acceptance rule. For the tests, for
+`rowmax check`, and for anyone who doubts a result.
+
+>>> from rowmax import Problem, testing
+>>> report = testing.check(Problem.parse("b2 h4/2 q40 k50 d16 fp32 causal"), "spiky")
+>>> report.ok
+True
+"""
+
+from collections.abc import Sequence
+from typing import Optional, Union
+
+import torch
+
+from rowmax.api import attention, attention_varlen
+from rowmax.mask import Band
+from rowmax.plan import Plan
+from rowmax.problem import Operands, Problem
+from rowmax.testing.memory import LAYOUTS, carve, margins_intact, poisoned
+from rowmax.testing.operands import KINDS, cotangents, operands
+from rowmax.testing.report import Report
+from rowmax.testing.rule import check_backward, check_forward
+
+__all__ = [
+    "KINDS",
+    "LAYOUTS",
+    "Report",
+    "attend",
+    "carve",
+    "check",
+    "check_backward",
+    "check_forward",
+    "cotangents",
+    "margins_intact",
+    "operands",
+    "poisoned",
+]
+
+
+def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of the public call that `problem` describes."""
+    arguments: dict = {"return_lse": True, "deterministic": problem.deterministic, "plan": plan}
+    arguments["scale"] = None if problem.scale == problem.dim_qk**-0.5 else problem.scale
+    arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return attention(q, k, v, **arguments)
+    arguments.update(max_seqlen_q=problem.max_len_q, max_seqlen_k=problem.max_len_k)
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **arguments)
+
+
+def check(
+    problem: Problem,
+    kind: str = "normal",
+    *,
+    layout: str = "contiguous",
+    lengths: Optional[Sequence[tuple[int, int]]] = None,
+    seed: int = 0,
+    device: "str | torch.device" = "cpu",
+    plan: Union[str, Plan, None] = None,
+    backward: bool = True,
+    grad_lse: bool = True,
+) -> Report:
+    """Run one call in poisoned memory, forward and backward, and compare both with the definition.
+
+    Args:
+        kind, layout, lengths, seed: of `operands`.
+        plan: as for `attention`.
+        backward: also check the gradients; kinds with NaN or infinities have none to check.
+        grad_lse: send a gradient through the LSE as well.
+
+    Raises:
+        Unsupported: no plan runs the problem on `device`.
+    """
+    tensors = operands(problem, kind, seed=seed, device=device, layout=layout, lengths=lengths)
+    backward = backward and not kind.startswith(("nan", "inf"))
+    leaves = [t.detach().requires_grad_(backward) for t in (tensors.q, tensors.k, tensors.v)]
+    with poisoned():
+        out, lse = attend(problem, tensors._replace(q=leaves[0], k=leaves[1], v=leaves[2]), plan)
+    report = check_forward(problem, tensors, out.detach(), lse.detach())
+    if not backward:
+        return report
+    d_out, d_lse = cotangents(problem, seed=seed, device=device, layout=layout)
+    results, gradients = ((out, lse), (d_out, d_lse)) if grad_lse else ((out,), (d_out,))
+    with poisoned():
+        grads = torch.autograd.grad(results, leaves, gradients)
+    return report.merged(check_backward(problem, tensors, grads, d_out, d_lse if grad_lse else None, out.detach()))

@@ -1,0 +1,159 @@
+"""Random operands for a `Problem`: each kind makes one family of mistakes visible that normal entries hide."""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Optional
+
+import torch
+
+from rowmax.problem import Operands, Problem
+from rowmax.testing.memory import place, place_one
+
+# What each kind is for. The argument in parentheses may be changed: `shift(-1000)`.
+KINDS = {
+    "normal": "standard normal entries",
+    "spiky(6)": "q times 6: a softmax that a few keys dominate",
+    "constant(0.5)": "every entry the same; 133120 in bf16 makes scores whose rounding exceeds the range of the softmax",
+    "shift(-120)": "every logit near the given one: shows a start value or a padding score that is not -inf",
+    "probe": "each query points at one key (diagonal, edges of the window, one past them, first, last); v spells its index",
+    "v_ones": "v = 1: the output is the sum of the weights",
+    "v_onehot": "v = unit vectors: the output is the row of weights, folded into dim_v",
+    "v_index": "v = the key's index modulo 128",
+    "sparse_int": "small integers, mostly 0: exact in every type, with many ties",
+    "overflow": "q.k above 65504: products that must not be rounded to fp16 before the scale",
+    "subnormal": "v in the subnormal range of fp16",
+    "nan(q)": "one NaN in q: exactly one row of one head becomes NaN (also k, v)",
+    "inf(v)": "one infinity in v: exactly the rows that see its key stop being finite",
+}
+_TARGET_LOGIT = 8.0  # of a probe: e^8 against a few hundred keys near e^0
+
+
+def operands(
+    problem: Problem,
+    kind: str = "normal",
+    *,
+    seed: int = 0,
+    device: "str | torch.device" = "cpu",
+    layout: str = "contiguous",
+    lengths: Optional[Sequence[tuple[int, int]]] = None,
+) -> Operands:
+    """The tensors of one call, reproducible from the arguments.
+
+    Args:
+        kind: a key of `KINDS`, with its argument changed at will.
+        layout: a key of `LAYOUTS`.
+        lengths: packed problems: `(queries, keys)` of each sequence; `None` draws uneven ones, some of them 0.
+    """
+    name, argument = _parse_kind(kind)
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens: tuple = (None, None)
+    sequences = [(slice(0, problem.len_q), slice(0, problem.len_k))]
+    if problem.packed:
+        bounds = _bounds(problem, lengths, generator)
+        spans = [[slice(*pair) for pair in pairwise(cuts)] for cuts in bounds]
+        sequences = list(zip(*spans, strict=True))
+        cu_seqlens = tuple(torch.tensor(cuts, dtype=torch.int32, device=device) for cuts in bounds)
+    values = _values(problem, name, argument, sequences, generator)
+    q, k, v = (t.to(problem.dtype).to(device) for t in values)
+    return Operands(*place(q, k, v, layout), *cu_seqlens)
+
+
+def cotangents(
+    problem: Problem, *, seed: int = 0, device: "str | torch.device" = "cpu", layout: str = "contiguous"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(grad_out, grad_lse)`, normal; the second at a tenth, so that neither hides the other."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    out_shape, lse_shape = problem.outputs()
+    grad_out = torch.randn(out_shape, generator=generator).to(problem.dtype).to(device)
+    grad_lse = torch.randn(lse_shape, generator=generator).mul(0.1).to(problem.lse_dtype).to(device)
+    return place_one(grad_out, layout), grad_lse
+
+
+def _parse_kind(kind: str) -> tuple[str, str]:
+    defaults = {name.split("(")[0]: name.partition("(")[2].rstrip(")") for name in KINDS}
+    match = re.fullmatch(r"(\w+)(?:\((.*)\))?", kind)
+    if match is None or match[1] not in defaults:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got '{kind}'.")
+    return match[1], match[2] or defaults[match[1]]
+
+
+def _bounds(problem: Problem, lengths, generator) -> list[list[int]]:
+    """First row of each sequence and, last, one past the end: for the queries, then for the keys."""
+    totals = (problem.len_q, problem.len_k)
+    if lengths is not None:
+        columns = list(zip(*lengths, strict=True)) or [(), ()]
+        if len(lengths) != problem.batch or any(sum(c) > total for c, total in zip(columns, totals, strict=True)):
+            raise ValueError(f"lengths must be {problem.batch} pairs within the totals of '{problem}'; got {lengths}.")
+        return [[sum(column[:i]) for i in range(len(column) + 1)] for column in columns]
+
+    def draw(total: int) -> list[int]:
+        inner = torch.randint(0, total + 1, (max(problem.batch - 1, 0),), generator=generator).tolist()
+        return [0, *sorted(inner), total][: problem.batch + 1]
+
+    first = draw(problem.len_q)
+    return [first, first if problem.len_k == problem.len_q else draw(problem.len_k)]
+
+
+def _values(problem: Problem, name: str, argument: str, sequences, generator) -> tuple[torch.Tensor, ...]:
+    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    batch = () if problem.packed else (problem.batch,)
+    shapes = (
+        (*batch, problem.len_q, problem.heads_q, problem.dim_qk),
+        (*batch, problem.len_k, problem.heads_k, problem.dim_qk),
+        (*batch, problem.len_k, problem.heads_k, problem.dim_v),
+    )
+    q, k, v = (torch.randn(shape, generator=generator, dtype=wide) for shape in shapes)
+    index = torch.arange(problem.len_k)[:, None, None]
+    if name == "spiky":
+        q = q * float(argument)
+    elif name == "constant":
+        q, k, v = (torch.full_like(t, float(argument)) for t in (q, k, v))
+    elif name == "shift":
+        q, k = 0.3 * q, 0.3 * k
+        first = 64.0 if problem.dtype == torch.float16 else 1.0  # keeps k inside fp16
+        q[..., 0], k[..., 0] = first, float(argument) / (first * (problem.scale or 1.0))
+    elif name == "probe":
+        q, k, v = _probe(problem, q, k, v, sequences, generator)
+    elif name == "v_ones":
+        v = torch.ones_like(v)
+    elif name == "v_onehot":
+        v = (index % problem.dim_v == torch.arange(problem.dim_v)).to(wide).expand_as(v)
+    elif name == "v_index":
+        v = (index % 128).to(wide).expand_as(v)
+    elif name == "sparse_int":
+        q, k, v = (t.mul(1.5).round().clamp(-2, 2) * (t.abs() > 0.8) for t in (q, k, v))
+    elif name == "overflow":
+        size = math.sqrt(1.15e5 / problem.dim_qk)
+        q, k = size * (1 + 0.02 * q), size * (1 + 0.02 * k)
+    elif name == "subnormal":
+        v = v * 2.0**-18
+    elif name in ("nan", "inf"):
+        chosen = {"q": q, "k": k, "v": v}[argument]
+        if chosen.numel():
+            rows = chosen if problem.packed else chosen[0]
+            rows[rows.shape[0] // 2, -1, 0] = math.nan if name == "nan" else math.inf
+    return q, k, v
+
+
+def _probe(problem: Problem, q, k, v, sequences, generator) -> tuple[torch.Tensor, ...]:
+    """Keys are random signs, nearly orthogonal: a query scores 8 with its target and about 8 / sqrt(dim_qk) elsewhere."""
+    left, right = problem.band
+    k, v = torch.sign(k), v.clone()
+    bits = torch.arange(problem.dim_v) % 10
+    heads = torch.arange(problem.heads_q) // problem.group
+    amplitude = _TARGET_LOGIT / (problem.dim_qk * (problem.scale or 1.0))
+    for rows_q, rows_k in sequences:
+        len_q, len_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
+        v[..., rows_k, :, :] = ((torch.arange(len_k)[:, None] >> bits) & 1)[:, None, :] * 2.0 - 1.0
+        if len_q == 0 or len_k == 0:
+            continue
+        i = torch.arange(len_q)
+        diagonal = i + len_k - len_q
+        low = diagonal - (len_k if left is None else left)
+        high = diagonal + (len_k if right is None else right)
+        choices = torch.stack([diagonal, low, low - 1, high, high + 1, 0 * i, 0 * i + len_k - 1]).clamp(0, len_k - 1)
+        target = choices[(i + int(torch.randint(0, 7, (), generator=generator))) % 7, i]
+        q[..., rows_q, :, :] = k[..., rows_k, :, :][..., target, :, :][..., heads, :] * amplitude
+    return q, k, v

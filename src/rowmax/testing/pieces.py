@@ -1,0 +1,87 @@
+"""A call cut into sequences, and their query rows into pieces small enough for a dense fp64 computation."""
+
+from typing import NamedTuple
+
+import torch
+
+from rowmax import reference
+from rowmax.problem import Operands, Problem
+
+# Query-key-head triples above which 64 rows are compared and the rest by sums; and those of one piece of the oracle.
+_EVERY_ROW_UP_TO = {"cpu": 2**25, "cuda": 2**32}
+_PIECE = {"cpu": 2**22, "cuda": 2**27}
+SAMPLED_ROWS = 64
+
+
+class Piece(NamedTuple):
+    """Some query rows of one sequence. `where` finds them in tensors shaped like q."""
+
+    name: str
+    where: tuple
+    rows: torch.Tensor
+    q: torch.Tensor  # [rows, H, D]
+    seen: torch.Tensor  # [rows, len_k]
+
+
+class Sequence(NamedTuple):
+    """One sequence: its keys, and its query rows in pieces small enough for the oracle. `keys` finds k in the whole tensor."""
+
+    name: str
+    keys: tuple
+    k: torch.Tensor  # [len_k, Hk, D]
+    v: torch.Tensor
+    pieces: list[Piece]
+
+
+def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
+    """The sequences, and whether only a sample of their rows is in the pieces."""
+    q, k, v = operands[:3]
+    kind = "cuda" if q.device.type == "cuda" else "cpu"
+    parts = spans(problem, operands)
+    sampled = sum(len(rows) * len(keys) for _, rows, keys in parts) * problem.heads_q > _EVERY_ROW_UP_TO[kind]
+    generator = torch.Generator().manual_seed(0)
+    result = []
+    for number, (lead, span_q, span_k) in enumerate(parts):
+        rows = torch.arange(len(span_q))
+        if sampled and len(rows) > 2:
+            drawn = torch.randint(0, len(rows), (max(SAMPLED_ROWS // len(parts), 1),), generator=generator)
+            rows = torch.cat([rows[:1], rows[-1:], drawn]).unique()
+        keys = (*lead, slice(span_k.start, span_k.stop))
+        pieces = []
+        for part in rows.split(max(_PIECE[kind] // max(problem.heads_q * len(span_k), 1), 1)) if len(rows) else ():
+            part = part.to(q.device)
+            index = (*lead, part + span_q.start)
+            seen = reference.visible(len(span_q), len(span_k), *problem.band, device=q.device, rows=part)
+            pieces.append(Piece(f"sequence {number}, rows from {int(part[0])}", index, part, q[index], seen))
+        result.append(Sequence(f"sequence {number}", keys, k[keys], v[keys], pieces))
+    return result, sampled
+
+
+def spans(problem: Problem, operands: Operands) -> list[tuple[tuple, range, range]]:
+    """`(batch index or nothing, query rows, key rows)` of each sequence; then packed rows that belong to none."""
+    if not problem.packed:
+        return [((b,), range(problem.len_q), range(problem.len_k)) for b in range(problem.batch)]
+    cu_q, cu_k = (cu.tolist() for cu in operands[3:] if cu is not None)
+    result: list[tuple[tuple, range, range]] = [
+        ((), range(cu_q[i], cu_q[i + 1]), range(cu_k[i], cu_k[i + 1])) for i in range(problem.batch)
+    ]
+    return [*result, ((), range(cu_q[-1], problem.len_q), range(0)), ((), range(0), range(cu_k[-1], problem.len_k))]
+
+
+def lse_rows(problem: Problem, lse: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """`[H, rows]` of a tensor shaped like the LSE."""
+    return (lse if problem.packed else lse[piece.where[0]])[:, piece.where[-1]]
+
+
+def expand_heads(problem: Problem, t: torch.Tensor) -> torch.Tensor:
+    """`[len, Hk, D]` to `[len, H, D]`."""
+    return t.repeat_interleave(problem.group, 1)
+
+
+def sum_group(problem: Problem, t: torch.Tensor) -> torch.Tensor:
+    """`[len, H, D]` to `[len, Hk, D]`: the sum over the query heads of each group."""
+    return t.view(t.shape[0], problem.heads_k, problem.group, t.shape[-1]).sum(2)
+
+
+def finite(t: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(t), t, 0.0)

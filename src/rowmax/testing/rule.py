@@ -1,0 +1,175 @@
+"""The acceptance rule: is a result as close to the definition as the rounding of its own terms allows?
+
+    |o - o64| <= (c u + 4 * 2^-24 S_i) A_id + u |o64| + tiny (1 + sum_j |v_jd|)
+
+    o64      the definition in fp64, from the same rounded inputs (`reference`)
+    A_id     sum_j p_ij |v_jd|: what the element is made of
+    S_i      max_j |scale| sum_d |q_id k_jd|: how big the terms of the scores are
+    u, tiny  unit roundoff and smallest subnormal of the storage type
+    c        2 for 16 bits, 16 for fp32 (where u S stands for 4 * 2^-24 S / 16)
+
+besides: NaN and infinities where the definition has them and nowhere else; in 16 bits, a root mean square error at most 1.1
+times that of the textbook computation in the input type, plus 0.02 u RMS(A) and, for huge logits, 4 * 2^-24 RMS(S A), since an
+LSE in fp32 is off by as much even where the textbook is exact because all scores are equal; |lse - lse64| <= 2e-4 + 4 * 2^-24
+(|lse64| + S); gradients by the same rule with the A of `_Gradients`, RMS 1.25 and 0.25. No tolerance is set by hand or depends
+on a shape.
+"""
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Optional
+
+import torch
+
+from rowmax import reference
+from rowmax.problem import Operands, Problem
+from rowmax.testing.pieces import Piece, Sequence, expand_heads, finite, lse_rows, split, sum_group
+from rowmax.testing.report import RMS_GRAD, RMS_GRAD_WARN, RMS_OUT, RMS_OUT_WARN, Report, Sums, Tally, error_factor, roundoff
+from rowmax.testing.sums import check_sums
+
+
+def check_forward(problem: Problem, operands: Operands, out: torch.Tensor, lse: Optional[torch.Tensor] = None) -> Report:
+    """Compare `out`, and `lse` in natural logarithm, of `attention(*operands)` with the definition."""
+    sequences, sampled = split(problem, operands)
+    tally = Tally("out", problem, RMS_OUT, RMS_OUT_WARN)
+    lse_tally = Tally("lse", problem)
+    for sequence in sequences:
+        for piece in sequence.pieces:
+            truth = _Truth.of(problem, piece, sequence)
+            values = piece.seen.double() @ finite(sequence.v.double()).abs().flatten(1)
+            values = expand_heads(problem, values.view(len(piece.rows), *sequence.v.shape[1:]))
+            factor = error_factor(problem, truth.logits).T.unsqueeze(-1)  # [rows, H, 1]
+            expected = Sums(truth.out, truth.naive, truth.terms, factor * truth.terms, values)
+            tally.add_sums(piece.name, out[piece.where], expected)
+            if lse is not None:
+                size = truth.lse.abs() + truth.logits
+                limit = 32 * roundoff(problem) * (1 + size) if problem.dtype == torch.float64 else 2e-4 + 4 * 2.0**-24 * size
+                lse_tally.add(piece.name, lse_rows(problem, lse, piece), truth.lse, limit)
+    report = tally.into(Report(problem, sampled=sampled))
+    return report if lse is None else lse_tally.into(report)
+
+
+def check_backward(
+    problem: Problem,
+    operands: Operands,
+    grads: Many[Optional[torch.Tensor]],
+    grad_out: Optional[torch.Tensor] = None,
+    grad_lse: Optional[torch.Tensor] = None,
+    out: Optional[torch.Tensor] = None,
+) -> Report:
+    """Compare `grads` of q, k and v (`None`: not asked for) with those of the definition for the given cotangents.
+
+    Operands must be finite. `out`, of the same call, adds one more sum to the check of a sampled problem.
+    """
+    sequences, sampled = split(problem, operands)
+    dq_tally, dk_tally, dv_tally = (Tally(name, problem, RMS_GRAD, RMS_GRAD_WARN) for name in ("dq", "dk", "dv"))
+    dq, dk, dv = grads
+    for sequence in sequences:
+        total: Optional[_Gradients] = None
+        for piece in sequence.pieces:
+            part = _Gradients.of(problem, piece, sequence, grad_out, grad_lse)
+            if dq is not None:
+                dq_tally.add_sums(piece.name, dq[piece.where], part.dq)
+            total = part if total is None else total.plus(part)
+        if sampled:
+            continue
+        for tally, grad, name in ((dk_tally, dk, "dk"), (dv_tally, dv, "dv")):
+            if grad is not None and sequence.k.shape[0]:
+                nothing = Sums(*[torch.zeros_like(grad[sequence.keys], dtype=torch.float64)] * 5)
+                sums = nothing if total is None else getattr(total, name)
+                tally.add_sums(sequence.name, grad[sequence.keys], sums)
+    report = Report(problem, sampled=sampled)
+    for tally, grad in ((dq_tally, dq), (dk_tally, dk), (dv_tally, dv)):
+        report = report if grad is None else tally.into(report)
+    return check_sums(problem, operands, grads, grad_out, grad_lse, out, report) if sampled else report
+
+
+# ---- the definition and the sizes of its terms ---------------------------------------------------------------------
+
+
+class _Truth(NamedTuple):
+    """fp64 results of one piece: out, naive, terms `[rows, H, Dv]`; lse, logits `[H, rows]`."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    naive: torch.Tensor  # the textbook computation in the input type
+    terms: torch.Tensor  # A
+    logits: torch.Tensor  # S
+
+    @classmethod
+    def of(cls, problem: Problem, piece: Piece, sequence: Sequence) -> "_Truth":
+        q, k, v = (t.double() for t in (piece.q, sequence.k, sequence.v))
+        out, lse = _define(problem, q, k, v, piece.seen)
+        terms, _ = _define(problem, q, k, v.abs(), piece.seen)
+        naive = out
+        if problem.dtype != torch.float64:
+            naive, _ = _define(problem, piece.q, sequence.k, sequence.v, piece.seen)
+        sizes = torch.einsum("ihd,jhd->hij", q.abs(), expand_heads(problem, k.abs())) * abs(problem.scale)
+        sizes = torch.where(piece.seen, finite(sizes), 0.0)
+        logits = sizes.amax(-1) if sizes.shape[-1] else sizes.sum(-1)
+        return cls(out, lse, naive.double(), terms, logits)
+
+
+def _define(problem: Problem, q, k, v, seen) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out [rows, H, Dv], lse [H, rows])` of the oracle for one sequence, in the dtype of q."""
+    out, lse = reference.attention(q[None], k[None], v[None], scale=problem.scale, seen=seen)
+    return out[0], lse[0]
+
+
+class _Gradients(NamedTuple):
+    """Gradients of one piece. With W_ij = p_ij (|dP_ij| + |delta_i| + |dLSE_i| + sum_d |dO_id| A_id), their A are
+
+    dq: |scale| sum_j W_ij |k_j|        dk: |scale| sum_i W_ij |q_i|        dv: sum_i p_ij |dO_i|
+
+    summed over the query heads of a group for dk and dv.
+    """
+
+    dq: Sums
+    dk: Sums
+    dv: Sums
+
+    def plus(self, other: "_Gradients") -> "_Gradients":
+        dk, dv = (Sums(*(a + b for a, b in zip(x, y, strict=True))) for x, y in zip(self[1:], other[1:], strict=True))
+        return _Gradients(self.dq, dk, dv)
+
+    @classmethod
+    def of(cls, problem: Problem, piece: Piece, sequence: Sequence, grad_out, grad_lse) -> "_Gradients":
+        inputs = (piece.q, sequence.k, sequence.v)
+        zero = torch.zeros(*piece.q.shape[:2], problem.dim_v, dtype=torch.float64, device=piece.q.device)
+        d_out = zero if grad_out is None else grad_out[piece.where].double()
+        d_lse = zero[..., 0].T if grad_lse is None else lse_rows(problem, grad_lse, piece).double()
+        wide = _autograd(problem, [t.double() for t in inputs], piece.seen, d_out, d_lse)
+        naive = wide if problem.dtype == torch.float64 else _autograd(problem, inputs, piece.seen, d_out, d_lse)
+
+        truth = _Truth.of(problem, piece, sequence)
+        q, k, v = (t.double() for t in inputs)
+        k, v, seen = expand_heads(problem, k), expand_heads(problem, v), piece.seen
+        scale = abs(problem.scale)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * problem.scale
+        p = torch.where(seen, torch.exp(scores - truth.lse.unsqueeze(-1)), 0.0)
+        row = (d_out * truth.out).sum(-1).abs() + (d_out.abs() * truth.terms).sum(-1) + d_lse.T.abs()
+        w = p * (torch.einsum("ihd,jhd->hij", d_out, v).abs() + row.T.unsqueeze(-1))
+        factor = error_factor(problem, truth.logits).unsqueeze(-1)
+
+        def over_keys(weights):
+            return scale * torch.einsum("hij,jhd->ihd", weights, k.abs())
+
+        def over_rows(weights, what, scale):
+            return sum_group(problem, scale * torch.einsum("hij,ihd->jhd", weights, what.abs()))
+
+        ones = seen.double().expand_as(p)
+        dq = Sums(wide[0], naive[0], over_keys(w), over_keys(w * factor), over_keys(ones))
+        dk = Sums(wide[1], naive[1], *(over_rows(x, q, scale) for x in (w, w * factor, ones)))
+        dv = Sums(wide[2], naive[2], *(over_rows(x, d_out, 1.0) for x in (p, p * factor, ones)))
+        return cls(dq, dk, dv)
+
+
+def _autograd(problem: Problem, inputs, seen, d_out, d_lse) -> list[torch.Tensor]:
+    """Gradients of the oracle in the dtype of `inputs`, then as fp64."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    with torch.enable_grad():
+        q, k, v = leaves
+        out, lse = _define(problem, q, k, v, seen)
+        outputs = [(x, g.to(x.dtype)) for x, g in ((out, d_out), (lse, d_lse)) if x.requires_grad]
+    results, cotangents = zip(*outputs, strict=True)
+    grads = torch.autograd.grad(results, leaves, cotangents, allow_unused=True, materialize_grads=True)
+    return [grad.double() for grad in grads]
