@@ -69,6 +69,8 @@ class Problem:
     def __post_init__(self):
         if self.scale != self.scale:
             object.__setattr__(self, "scale", self.dim_qk**-0.5)
+        if not math.isfinite(self.scale):
+            raise ProblemError(f"scale must be a finite number; got {self.scale}.")
         if self.heads_k < 1 or self.heads_q % self.heads_k:
             raise ProblemError(
                 f"heads_q must be a multiple of heads_k, at least 1; got heads_q={self.heads_q}, heads_k={self.heads_k} "
@@ -205,7 +207,7 @@ _WORDS = (
     (r"packed", lambda m: {"packed": True}),
     (r"maxq(\d+)", lambda m: {"max_len_q": int(m[1])}),
     (r"maxk(\d+)", lambda m: {"max_len_k": int(m[1])}),
-    (r"scale=([-+.\de]+)", lambda m: {"scale": float(m[1])}),
+    (r"scale=([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", lambda m: {"scale": float(m[1])}),
     (r"deterministic", lambda m: {"deterministic": True}),
 )
 

@@ -6,6 +6,8 @@ per sequence and KV head, over rows that see a key; each within the sum of its e
 keep the sums, and complete the sampled rows of `rule`.
 """
 
+import math
+
 import torch
 
 from rowmax.problem import Operands, Problem
@@ -35,7 +37,7 @@ def check_sums(problem: Problem, operands: Operands, grads, grad_out, grad_lse, 
 
         terms = (d_out.abs() * expand_heads(problem, v.abs().amax(0, keepdim=True))).sum(-1)  # [rows, H]
         logits = scale * (q.abs() * expand_heads(problem, k.abs().amax(0, keepdim=True))).sum(-1)
-        factor = error_factor(problem, logits)
+        factor = error_factor(problem, 4 * logits + math.log(len(k)))  # |lse| is at most S + log(len_k)
         weights = factor * (3 * terms + d_lse.abs())
 
         def heads(x):  # [rows, H, ...] summed over rows and the group: [Hk, ...]

@@ -1,0 +1,160 @@
+"""Every case of the one suite: a problem, the kind and the layout of its operands, and the family that it belongs to.
+
+`test_cases.py` runs each on every backend present; `run_gpu.py` does so without pytest. Families name what they look for. A letter
+with a number is a failure seen in the field, in some attention library.
+"""
+
+import os
+from typing import NamedTuple, Optional
+
+from rowmax import Problem, testing
+
+
+class Case(NamedTuple):
+    """`lengths`: (queries, keys) of packed sequences. `large`: only on a GPU. `plan`: overrides the backend's usual one."""
+
+    family: str
+    problem: Problem
+    kind: str = "normal"
+    layout: str = "contiguous"
+    lengths: Optional[tuple[tuple[int, int], ...]] = None
+    backward: bool = True
+    large: bool = False
+
+    @property
+    def id(self) -> str:
+        words = [str(self.problem), self.kind, self.layout if self.layout != "contiguous" else ""]
+        return " ".join(word for word in words if word and word != "normal")
+
+
+def _cases() -> list[Case]:
+    found: list[Case] = []
+
+    def add(family: str, text: str, *kinds: str, **options) -> None:
+        for kind in kinds or ("normal",):
+            found.append(Case(family, Problem.parse(text), kind, **options))
+
+    for dtype in ("fp16", "bf16", "fp32", "fp64"):
+        add("types", f"b2 h4/2 q64 k64 d64 {dtype} causal", "normal", "spiky", "sparse_int")
+        add("types", f"b1 h2 q113 k203 d64 {dtype}", "normal", "v_onehot")
+        add("types", f"b1 h4/2 q90 k90 d128 {dtype} causal")
+    for dims in ("1", "8", "16", "24", "40", "72", "80", "96", "160", "256"):
+        add("dims", f"b1 h2 q49 k70 d{dims} bf16 causal")
+    for dims in ("40/24", "64/128", "128/96", "192/128", "16/80", "8/256"):
+        add("dims", f"b1 h2 q49 k70 d{dims} fp16")
+    add("dims", "b1 h2 q49 k70 d72/40 fp32 window(20,4)")
+
+    for heads in ("8/1", "6/2", "3", "7/1"):
+        add("heads", f"b1 h{heads} q33 k65 d64 bf16 causal", "normal", "probe")
+
+    for lengths in ((1, 1), (1, 2), (1, 130), (2, 1), (3, 128), (128, 3), (63, 65), (65, 63), (33, 97), (97, 33)):
+        add("geometry", "b1 h2 q{} k{} d64 fp16 causal".format(*lengths), "probe")
+    for window in ("0,0", "5,3", "16,0", "0,inf", "inf,5", "200,200", "3,0"):
+        for lengths in ((80, 80), (40, 101), (101, 40)):
+            add("geometry", f"b1 h2 q{lengths[0]} k{lengths[1]} d64 bf16 window({window})", "probe")
+    add("geometry", "b1 h2 q101 k40 d64 fp32 window(7,2)", "normal", "v_index")
+    for length in (15, 16, 17, 31, 32, 33, 47, 48, 49, 127, 128, 129, 191, 192, 255, 256, 257):
+        add("remainders", f"b1 h1 q{length} k{length} d64 fp16 causal")
+        add("remainders", f"b1 h1 q{length} k{length} d64 fp16", "shift(-120)")
+
+    for text in ("b0 h2 q5 k5 d64", "b2 h2 q0 k5 d64", "b2 h4/2 q5 k0 d64", "b2 h2 q0 k0 d64"):
+        add("empty", f"{text} bf16")
+        add("empty", f"{text} fp32 causal")
+    add("empty", "b0 h2 q0 k0 d64 bf16 packed", lengths=())
+    add("empty", "b2 h2 q0 k0 d64 bf16 packed", lengths=((0, 0), (0, 0)))
+    add("empty", "b3 h2 q40 k24 d64 bf16 packed causal", lengths=((20, 0), (0, 24), (20, 0)))
+    add("empty", "b3 h9/3 q2 k8 d64 fp16 packed causal", lengths=((1, 3), (0, 0), (1, 5)))  # B31
+    add("empty", "b4 h2 q40 k80 d256 bf16 packed", lengths=((0, 25), (12, 17), (8, 9), (20, 29)))  # B33
+
+    for text in ("causal", "window(9,0)", "window(3,7)", ""):
+        add("packed", f"b5 h4/2 q130 k130 d64 bf16 packed {text}", "normal", "probe")
+    add("packed", "b4 h2 q60 k140 d64 fp16 packed causal", "normal", "spiky")
+    add("packed", "b4 h2 q140 k60 d64 fp32 packed causal")
+    add("packed", "b1 h2 q70 k70 d128 bf16 packed causal", lengths=((70, 70),))
+    add("packed", "b3 h2 q100 k100 d64 bf16 packed causal", lengths=((33, 33), (1, 1), (56, 56)))  # B82: rows of no sequence
+    add("packed", "b24 h2 q24 k24 d64 bf16 packed causal", lengths=((1, 1),) * 24)
+    add("packed", "b3 h2 q90 k90 d80 fp16 packed window(16,0) maxq8 maxk8", lengths=((40, 50), (0, 10), (50, 30)))  # wrong hint
+
+    add("extreme", "b1 h1 q1 k1 d16 fp16", "spiky(3)", "normal")  # B01
+    add("extreme", "b1 h1 q1 k1 d64 bf16", "constant(133120)")  # B21
+    add("extreme", "b1 h2 q40 k70 d64 bf16 causal", "constant", "constant(1000)", "constant(133120)")
+    for shift in ("-60", "-120", "-1000", "-30000", "60", "1000", "30000"):
+        add("extreme", "b1 h2 q40 k72 d64 fp16 causal", f"shift({shift})")
+    add("extreme", "b1 h2 q40 k72 d128 bf16", "shift(-245000)", "shift(245000)")  # B13
+    add("extreme", "b1 h7/1 q22 k112 d64 bf16 causal", "shift(-200)")  # B12
+    add("extreme", "b1 h1 q1 k128 d64 bf16", "shift(-128)")  # B19
+    add("extreme", "b1 h1 q192 k192 d64 bf16", "shift(-120)")  # B18
+    add("extreme", "b1 h1 q64 k64 d128 fp16 causal", "overflow", "spiky(9)", "subnormal")  # B24
+    add("extreme", "b1 h2 q160 k160 d64 fp32 window(9,0)", "shift(-1000)")  # B10
+    for scale in ("0.0", "-0.1", "3.0"):
+        add("extreme", f"b1 h2 q40 k72 d64 bf16 causal scale={scale}", "normal", "shift(-120)")  # B27
+    add("extreme", "b1 h2 q80 k40 d64 fp16 window(9,3) scale=-0.2")
+
+    for layout in ("heads_first", "gaps", "odd", "fused", "broadcast"):
+        add("layouts", "b2 h4/2 q50 k50 d64 bf16 causal", layout=layout)
+        add("layouts", "b3 h4/2 q70 k70 d64 fp16 packed causal", layout=layout)
+        add("layouts", "b1 h2 q33 k33 d80 fp32", layout=layout)
+
+    for kind in ("nan(q)", "nan(k)", "nan(v)", "inf(v)"):
+        add("non-finite", "b2 h4/2 q50 k70 d64 fp16 causal", kind)
+        add("non-finite", "b1 h2 q80 k50 d64 fp32 window(9,2)", kind)
+        add("non-finite", "b3 h2 q70 k70 d64 fp16 packed causal", kind)
+        add("non-finite", "b2 h4/2 q200 k200 d64 bf16 causal", kind, large=True)
+
+    for dtype in ("bf16", "fp16"):
+        add("large", f"b2 h8/2 q1024 k1024 d128 {dtype} causal", "normal", "spiky", large=True)
+        add("large", f"b1 h4/2 q1000 k3001 d64 {dtype} causal", "normal", "probe", large=True)
+        add("large", f"b1 h4 q2048 k2048 d64 {dtype} window(256,0)", "normal", "probe", large=True)
+    add("large", "b1 h2 q1024 k1024 d128 fp32 causal", large=True)
+    add("large", "b1 h1 q1024 k1024 d128 fp16 causal", "spiky(3)", large=True)  # B03
+    add("large", "b1 h1 q704 k704 d64 bf16", "shift(-120)", large=True)  # B18
+    add("large", "b1 h7/1 q88 k448 d64 bf16 causal", "shift(-200)", large=True)  # B12
+    add("large", "b16 h8/2 q8000 k8000 d128 bf16 packed causal", large=True)
+    add("large", "b1 h8/2 q8192 k8192 d128 bf16 causal", large=True)
+    add("large", "b1 h4 q512 k512 d256 bf16 causal", large=True)
+    add("large", "b1 h1 q64 k1024 d128 bf16", "v_ones", large=True)
+    add("large", "b1 h1 q64 k32768 d128 bf16", "v_ones", "normal", large=True)  # growth with the number of keys
+    add("large", "b70000 h8 q1 k1 d64 bf16", large=True)  # B54: grid limit of 65,535
+    add("large", "b1 h71280 q3 k3 d64 bf16 causal", large=True)  # B55
+    add("large", "b12288 h4 q49152 k49152 d64 bf16 packed causal", large=True)  # B43
+    add("large", "b1 h56 q99968 k99968 d128 bf16 window(127,0)", layout="fused", backward=False, large=True)  # B49: 2^31
+    return found
+
+
+CASES = _cases()
+
+# What may be refused. Anything else that a plan refuses is a failure, not a skip.
+ATEN_RUNS = ("b2 h4/2 q64 k64 d64 fp32 causal", "b1 h2 q113 k203 d64 fp32", "b1 h2 q113 k203 d64 fp64")
+INTERPRETED_PAIRS = 2**17  # query-key-head triples that the interpreter finishes in a few seconds
+
+
+def may_refuse(case: Case, backend: str) -> bool:
+    if backend == "aten":
+        return str(case.problem) not in ATEN_RUNS
+    return backend == "q_outer" and case.problem.dtype_name == "fp64"
+
+
+def interpreted(backend: str, device: str) -> bool:
+    return device == "cpu" and backend not in ("aten", "tiled") and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def too_slow(case: Case, backend: str, device: str) -> bool:
+    """Left to the GPU: sizes that take too long here, and what the interpreter cannot represent."""
+    problem = case.problem
+    triples = problem.len_q * problem.len_k * max(problem.batch if not problem.packed else 1, 1) * problem.heads_q
+    if device == "cpu" and (case.large or triples > 2**24):
+        return True
+    return interpreted(backend, device) and triples > INTERPRETED_PAIRS
+
+
+def plan_of(case: Case, backend: str, device: str) -> str:
+    """The plan's spelling: the backend's own tiles on a device; small ones, so that short lengths have several, interpreted."""
+    if not interpreted(backend, device):
+        return backend
+    small = max(case.problem.len_q, case.problem.len_k) <= 50
+    return f"{backend}[{'16x32 w4 s2, 16x32 w4 s2, 32x16 w4 s2' if small else '32x64 w4 s2, 64x32 w4 s2, 32x64 w4 s2'}]"
+
+
+def run(case: Case, backend: str, device: str) -> testing.Report:
+    options = {"layout": case.layout, "lengths": case.lengths, "backward": case.backward}
+    return testing.check(case.problem, case.kind, device=device, plan=plan_of(case, backend, device), **options)
