@@ -1,4 +1,4 @@
-"""Times rowmax beside every peer installed, each result checked first: `python benchmarks/run.py --shapes anchors-forward`.
+"""Times rowmax beside every peer installed, each result checked first: `python benchmarks/run.py [--shapes anchors-forward]`.
 
 For each problem and pass: the same random operands for all; every candidate's result checked against an fp64 oracle
 (`check.py`); the candidates timed in turn (`timing.py`); the last timed results checked again; medians printed and appended
@@ -27,6 +27,7 @@ from shapes import FORWARD, PASSES, SETS, Shape, bytes_moved, flops
 COMPILED = ("rowmax", "flex")  # who compiles a kernel before its first result
 
 
+DEFAULT_SETS = {"cuda": "anchors-forward,anchors-backward,gqa,packed", "cpu": "cpu"}
 SECONDS = {"cuda": 0.5, "cpu": 3.0}  # enough for 20 rounds of the longest problems with four candidates
 
 
@@ -140,12 +141,11 @@ def _jobs(options, device: torch.device) -> list[tuple[Problem, str, list[str]]]
     shapes: list[tuple[Shape, tuple[str, ...]]] = [
         (Shape(Problem.parse(text), "as asked"), (FORWARD,)) for text in options.problem
     ]
-    for name in options.shapes.split(",") if options.shapes else ():
+    sets = options.shapes or ("" if shapes else DEFAULT_SETS[device.type])
+    for name in sets.split(",") if sets else ():
         if name not in SETS:
             raise SystemExit(f"--shapes: no set '{name}'; known are {', '.join(SETS)}")
         shapes += [(shape, SETS[name].passes) for shape in SETS[name].shapes]
-    if not shapes:
-        raise SystemExit(f"name a set with --shapes ({', '.join(SETS)}) or a problem with --problem")
     everyone = baselines.installed(device)
     for shape, passes in shapes:
         who = options.who.split(",") if options.who else everyone + (["flex"] if shape.flex and device.type == "cuda" else [])
@@ -197,7 +197,7 @@ def _print_group(rows: list[dict]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="", metavar="SET[,SET]", help=f"named sets: {', '.join(SETS)}")
+    parser.add_argument("--shapes", default="", metavar="SET[,SET]", help=f"of {', '.join(SETS)}; default: {DEFAULT_SETS}")
     parser.add_argument("--problem", action="append", default=[], metavar="SPELLING", help="one more problem; may be repeated")
     parser.add_argument(
         "--pass", dest="passes", default="", metavar="PASS[,PASS]", help=f"of {', '.join(PASSES)}; default: the set's"

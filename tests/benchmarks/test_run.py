@@ -16,6 +16,7 @@ import memory
 import record
 import run
 import timing
+from shapes import SETS
 
 TINY = "b1 h2 q40 k40 d16 bf16 causal"
 BENCHMARKS = Path(run.__file__).parent
@@ -146,7 +147,7 @@ def test_results_are_appended(main):
 
 def test_unknown_names_say_what_is_known():
     wrong_pass = ["--problem", TINY, "--pass", "x"]
-    for arguments, names in ((["--shapes", "none"], "anchors-forward"), (wrong_pass, "backward"), ([], "cpu")):
+    for arguments, names in ((["--shapes", "none"], "anchors-forward"), (wrong_pass, "backward")):
         with pytest.raises(SystemExit, match=names):
             run.main(["--device", "cpu", *arguments])
 
@@ -178,6 +179,15 @@ def test_host_row(tmp_path):
     out = tmp_path / "results.json"
     assert host_time.main(["--problem", TINY, "--calls", "100", "--device", "cpu", "--out", str(out)]) == 0
     assert [(row["who"], row["pass"], row["samples"]) for row in _rows(out)] == [("rowmax", "host", 100), ("sdpa", "host", 100)]
+
+
+def test_without_arguments_the_device_chooses_the_sets():
+    options = run._parser().parse_args([])
+    timed = run._jobs(options, torch.device("cpu"))
+    assert [problem for problem, which, _ in timed if which == "forward"] == [shape.problem for shape in SETS["cpu"].shapes]
+    timed = run._jobs(options, torch.device("cuda"))
+    assert len(timed) == 24 + 24 + 10 + 1
+    assert sum("flex" in who for _, _, who in timed) == 16  # eight shapes, forward and backward
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="sweeps Triton kernels, here in Triton's interpreter")
