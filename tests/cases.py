@@ -1,7 +1,7 @@
 """Every case of the one suite: a problem, the kind and the layout of its operands, and the family that it belongs to.
 
-`test_cases.py` runs each on every backend present; `run_gpu.py` does so without pytest. Families name what they look for. A letter
-with a number is a failure seen in the field, in some attention library.
+`test_cases.py` runs each on every backend present; `run_gpu.py` does so without pytest. Families name what they look for. A
+letter with a number is a failure seen in the field, in some attention library.
 """
 
 import os
@@ -57,7 +57,7 @@ def _cases() -> list[Case]:
         add("remainders", f"b1 h1 q{length} k{length} d64 fp16 causal")
         add("remainders", f"b1 h1 q{length} k{length} d64 fp16", "shift(-120)")
 
-    for text in ("b0 h2 q5 k5 d64", "b2 h2 q0 k5 d64", "b2 h4/2 q5 k0 d64", "b2 h2 q0 k0 d64"):
+    for text in ("b0 h2 q5 k5 d64", "b2 h2 q0 k5 d64", "b2 h4/2 q5 k0 d64", "b2 h2 q0 k0 d64", "b2 h0/1 q3 k5 d64"):
         add("empty", f"{text} bf16")
         add("empty", f"{text} fp32 causal")
     add("empty", "b0 h2 q0 k0 d64 bf16 packed", lengths=())

@@ -67,10 +67,8 @@ class Problem:
     deterministic: bool = False
 
     def __post_init__(self):
-        if self.scale != self.scale:
+        if self.scale != self.scale and self.dim_qk > 0:
             object.__setattr__(self, "scale", self.dim_qk**-0.5)
-        if not math.isfinite(self.scale):
-            raise ProblemError(f"scale must be a finite number; got {self.scale}.")
         if self.heads_k < 1 or self.heads_q % self.heads_k:
             raise ProblemError(
                 f"heads_q must be a multiple of heads_k, at least 1; got heads_q={self.heads_q}, heads_k={self.heads_k} "
@@ -78,7 +76,9 @@ class Problem:
             )
         for name, dim in (("dim_qk", self.dim_qk), ("dim_v", self.dim_v)):
             if not MIN_DIM <= dim <= MAX_DIM:
-                raise ProblemError(f"{name} must be in {MIN_DIM}..{MAX_DIM}; got {dim} in '{self}'.")
+                raise ProblemError(f"{name} must be in {MIN_DIM}..{MAX_DIM}; got {dim} with heads_q={self.heads_q}.")
+        if not math.isfinite(self.scale):
+            raise ProblemError(f"scale must be a finite number; got {self.scale}.")
         if self.dtype not in DTYPE_NAMES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
 
@@ -175,9 +175,9 @@ class Problem:
             ProblemError: says what arrived, what is required and the fix.
         """
         q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+        _check_tensors(q, k, v, rank=4 if cu_seqlens_q is None else 3)
         if cu_seqlens_q is not None:
             _check_cu_seqlens(operands)
-        _check_tensors(q, k, v, rank=4 if cu_seqlens_q is None else 3)
         batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         make = _describe if all(type(size) is int for size in (*q.shape, *k.shape)) else _describe.__wrapped__
         return make(cls, q.shape, k.shape, v.shape, batch, q.dtype, left, right, scale, max_len_q, max_len_k, deterministic)
@@ -278,13 +278,19 @@ def _looks_transposed(q_shape, k_shape, right) -> bool:
     return heads_q == heads_k >= 256 > len_q > len_k > 0 and len_q % len_k == 0
 
 
+_RANK_FIX = {
+    (4, 3): " For packed [T, H, D] tensors call attention_varlen with cu_seqlens.",
+    (3, 4): " For dense [B, T, H, D] tensors call attention.",
+}
+
+
 def _check_tensors(q, k, v, rank: int) -> None:
     layout = "[B, T, H, D]" if rank == 4 else "[T, H, D]"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != rank:
             raise ProblemError(
                 f"{name} must have rank {rank}, layout {layout}; got rank {tensor.dim()}, shape {list(tensor.shape)}."
-                + (" For packed [T, H, D] tensors call attention_varlen with cu_seqlens." if tensor.dim() == 3 else "")
+                + _RANK_FIX.get((rank, tensor.dim()), "")
             )
         if tensor.dtype not in DTYPE_NAMES:
             raise ProblemError(

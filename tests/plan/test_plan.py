@@ -70,7 +70,7 @@ def test_fp64_on_a_gpu_lists_every_candidates_reason():
 
 
 def test_an_unknown_algorithm_names_the_known_ones():
-    with pytest.raises(Unsupported, match="no algorithm 'fast'; known are .*q_outer"):
+    with pytest.raises(Unsupported, match=r"no algorithm 'fast'; known are .*q_outer"):
         plan(DENSE, H200, prefer="fast")
 
 
