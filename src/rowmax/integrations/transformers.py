@@ -1,0 +1,456 @@
+"""Hugging Face transformers: import this module once, then load any model with `attn_implementation="rowmax"`.
+
+    import rowmax.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rowmax")
+
+Two functions are registered under that name. `make_mask` is called once per forward pass and decides what the queries see;
+`attend` is called by every layer. No dense mask is ever made. Plain causal attention needs no mask at all (`None`); for
+the rest, what `make_mask` found travels to the layers as one small int32 tensor of shape
+
+    [rows, right, left, columns]        (`_carry`, `_limits`)
+
+whose middle two *sizes* say how far a query sees to each side of its own position, and whose data (stride 0 in between)
+depend on `columns`:
+
+    0               no data: the first `rows` keys exist and the last query is aligned with the last of them
+    1               packed sequences: the data are `cu_seqlens` over the flattened batch
+    _ROW_COLUMNS    padding or a static cache: where the live queries and keys of each row of the batch lie
+
+Facts known to the host (limits, the number of keys) must not depend on reading device memory, and must survive
+`torch.compile` and `generate`, which make masks in one place and use them in another; a tensor's shape does both.
+
+Differences from eager attention, by intention: the output at a padded position is 0 (eager computes a value there that
+nothing reads). What cannot be served (arbitrary 4-D masks, chunked or block patterns, dropout, soft-capping, sinks, ...)
+raises `rowmax.Unsupported`; nothing is computed in another way than the model asked for.
+"""
+
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import rowmax
+from rowmax.errors import Unsupported
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function
+    from transformers.utils.import_utils import is_tracing
+except ImportError as error:
+    raise ImportError(
+        f"rowmax.integrations.transformers needs transformers >= 5.0 with AttentionMaskInterface ({error}). "
+        "Install it with: pip install 'rowmax[hf]'"
+    ) from error
+
+NAME = "rowmax"
+_EAGER = 'load the model with attn_implementation="eager"'
+_INSTEAD = _EAGER + ' or "sdpa"'
+
+# Sizes in the middle of the carried shape: _UNLIMITED for no limit, else 1 + the limit above it. The number keeps the
+# shape apart from that of an integer mask made by a user, whose second size is 1 or the number of heads.
+_UNLIMITED = 23
+_ROW_COLUMNS = 10  # five ends of runs for the queries, then five for the keys (`_row_ends`)
+
+# Keyword arguments of attention functions in transformers that change the result and that rowmax does not compute.
+_UNSERVED = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by block indices",
+    "block_table": "a paged cache",
+    "k_cache": "a paged cache",
+    "v_cache": "a paged cache",
+}
+
+# A side of the band: how many keys a query sees beyond its own position, None for all of them.
+Limit = Optional[int]
+
+
+# ---- once per forward pass: the mask -------------------------------------------------------------------------------
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: Union[int, Tensor] = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Optional[Tensor] = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: Union[str, torch.device, None] = None,
+    cache_position: Optional[Tensor] = None,
+    **__,
+) -> Optional[Tensor]:
+    """What the queries see; the signature is that of transformers' mask functions.
+
+    Args:
+        q_offset: position of the first query; a tensor for a static cache, whose length lives on the device.
+        kv_offset: position of the first key that the layers will pass.
+        attention_mask: boolean `[B, positions]`, False for padding.
+        use_vmap: set by transformers when the mask function is not only its own.
+        cache_position: positions of the queries; transformers before 5.4 passes it instead of `q_length` and `q_offset`.
+
+    Returns:
+        None for plain causal attention in which the last query sees the last key, else the carried tensor.
+    """
+    if cache_position is not None:
+        q_length, q_offset = cache_position.shape[0], _first_position(cache_position, kv_length + kv_offset)
+    left, right, sequence_ids, *_ = _read_pattern(mask_function, custom=use_vmap)
+    if sequence_ids is not None:
+        return _carry(_packed_bounds(sequence_ids), left, right)
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.reshape(())  # shape [1] in some versions
+    unlimited = left is None and right is None
+    # One past the key at the last query's position; without a diagonal positions do not matter.
+    end = kv_length if unlimited else q_offset - kv_offset + q_length
+    on_device = isinstance(end, Tensor)
+    if right != 0 and (on_device or end != kv_length):
+        raise Unsupported(
+            f"rowmax attention: the mask lets queries see keys after their own position, but the last query is not at the "
+            f"last of the {kv_length} keys; {_INSTEAD}."
+        )
+    if not on_device and not 0 <= end <= kv_length:
+        raise Unsupported(f"rowmax attention: the last query is at key {end - 1} of {kv_length}; {_INSTEAD}.")
+
+    if attention_mask is not None:
+        start, stop, whole = _real_range(attention_mask, kv_offset, end)
+        if isinstance(end, Tensor) or not whole:
+            return _carry(_row_ends(start, stop, end, q_length, kv_length, unlimited), left, right)
+    elif isinstance(end, Tensor):
+        stop = end.expand(batch_size)
+        return _carry(_row_ends(torch.zeros_like(stop), stop, end, q_length, kv_length, False), left, right)
+    if right == 0 and end == kv_length and (left is None or left + 1 >= end) and allow_is_causal_skip:
+        return None
+    return _carry(torch.empty((end, 0), dtype=torch.int32, device=device), left, right)
+
+
+def _first_position(cache_position: Tensor, keys: int) -> Union[int, Tensor]:
+    """The first query's position; read to the host only where it lets the mask be dropped (a cache that grows)."""
+    if is_tracing(cache_position):
+        return cache_position[0]
+    first = int(cache_position[0])
+    return first if first == 0 or first + cache_position.shape[0] == keys else cache_position[0]
+
+
+class _Seen(NamedTuple):
+    """What a mask function says: a band around a query's own position, perhaps within sequences."""
+
+    left: Limit = None
+    right: Limit = None
+    sequence_ids: Optional[Tensor] = None
+    by_position: bool = False  # the band counts positions inside a sequence, not tokens of the batch
+    device: None = None  # read and ignored by transformers' intersection of masks
+
+    def to(self, _) -> "_Seen":
+        return self
+
+    def __and__(self, other: "_Seen") -> "_Seen":
+        ids = other.sequence_ids if self.sequence_ids is None else self.sequence_ids
+        by_position = self.by_position or other.by_position
+        return _Seen(_tighter(self.left, other.left), _tighter(self.right, other.right), ids, by_position)
+
+
+class _Index:
+    """Stands for every query ("q") or every key ("k") in a mask function, in place of a tensor of indices.
+
+    It knows the few operations of masks that are bands; any other raises, and so refuses the mask. `table`: the tensor
+    in which the index was looked up; `offset`: what was added.
+    """
+
+    def __init__(self, axis: str, table: Optional[Tensor] = None, offset: int = 0):
+        self.axis, self.table, self.offset = axis, table, offset
+
+    def new_ones(self, *_, **__) -> _Seen:
+        return _Seen()
+
+    def __sub__(self, other):
+        if isinstance(other, _Index):
+            return _Distance(self, other)
+        return _Index(self.axis, self.table, self.offset - other)
+
+    def __ge__(self, other) -> _Seen:  # query >= 0: always
+        return _Seen() if other == 0 and self.offset == 0 else NotImplemented
+
+    def __le__(self, query) -> _Seen:  # key <= query
+        return self._band(query, right=query.offset - self.offset)
+
+    def __gt__(self, query) -> _Seen:  # key > query - window
+        return self._band(query, left=self.offset - query.offset - 1)
+
+    def __eq__(self, other):  # the same sequence
+        if self.table is None or self.table is not other.table or {self.axis, other.axis} != {"q", "k"}:
+            return NotImplemented
+        return _Seen(sequence_ids=self.table)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _band(self, query: "_Index", left: Limit = None, right: Limit = None) -> _Seen:
+        if (self.axis, query.axis) != ("k", "q") or self.table is not query.table:
+            raise TypeError("a comparison that is not of a key with a query")
+        return _Seen(left, right, None, self.table is not None)
+
+
+class _Distance:
+    """The distance between a query and a key."""
+
+    def __init__(self, a: _Index, b: _Index):
+        self.key, self.query = (a, b) if a.axis == "k" else (b, a)
+
+    def __abs__(self) -> "_Distance":
+        return self
+
+    def __le__(self, window: int) -> _Seen:
+        return self.key._band(self.query, window, window)
+
+
+class _Lookups(TorchFunctionMode):
+    """`table[batch, index]` with an `_Index` gives an `_Index`."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][-1], _Index):
+            return _Index(args[1][-1].axis, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _read_pattern(function, custom: bool) -> _Seen:
+    """What a mask function does, found by calling it on symbols: no tensor of indices, no private name.
+
+    Raises:
+        Unsupported: it does something that a band of keys, perhaps within sequences, cannot express.
+    """
+    if custom:  # its ids need not be runs, its values need not be indices
+        raise Unsupported(_unknown(function))
+    try:
+        with _Lookups():
+            seen = function(None, None, _Index("q"), _Index("k"))
+    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise Unsupported(_unknown(function)) from error
+    if not isinstance(seen, _Seen) or (seen.by_position and seen.sequence_ids is None):
+        raise Unsupported(_unknown(function))
+    return seen
+
+
+def _unknown(function) -> str:
+    return (
+        f"rowmax attention serves causal, bidirectional, sliding-window, padded and packed masks; this model asks for another "
+        f"('{getattr(function, '__qualname__', '?')}'). Instead, {_INSTEAD}."
+    )
+
+
+def _tighter(a: Limit, b: Limit) -> Limit:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _packed_bounds(sequence_ids: Tensor) -> Tensor:
+    """`cu_seqlens`, `[sequences + 1, 1]`, from ids `[B, T]` that change where a sequence begins; rows are separate."""
+    first = torch.ones_like(sequence_ids[:, :1], dtype=torch.bool)
+    begins = torch.cat([first, sequence_ids[:, 1:] != sequence_ids[:, :-1]], 1).flatten()
+    tokens = begins.shape[0]
+    if is_tracing(begins):
+        # The number of sequences is data. One for each token is enough; those left over are empty, at the end.
+        places = torch.arange(tokens, dtype=torch.int32, device=begins.device)
+        starts = torch.where(begins, places, tokens).sort().values
+    else:
+        starts = begins.nonzero().squeeze(1).to(torch.int32)
+    return torch.nn.functional.pad(starts, (0, 1), value=tokens).unsqueeze(1)
+
+
+def _real_range(attention_mask: Tensor, kv_offset: int, end: Union[int, Tensor]) -> tuple[Tensor, Tensor, bool]:
+    """`(start, stop, whole)`: the keys `[start, stop)` of each row that are not padding, among the keys `[0, end)`.
+
+    `whole` says that nothing is padded anywhere; False also where the host must not read the device (compilation).
+    The one read-back of a forward pass is here, and only for a model that was given an attention mask.
+    """
+    if attention_mask.dim() != 2:
+        raise Unsupported(f"rowmax attention takes padding masks [B, positions]; got shape {list(attention_mask.shape)}.")
+    positions = torch.arange(attention_mask.shape[1], device=attention_mask.device) - kv_offset
+    real = attention_mask.to(torch.bool) & (positions >= 0) & (positions < end)
+    count = real.sum(-1)
+    start = torch.where(real, positions, attention_mask.shape[1]).amin(-1)
+    last = torch.where(real, positions, -1).amax(-1)
+    start = torch.where(count == 0, 0, start)
+    covered = attention_mask.shape[1] - kv_offset >= end
+    contiguous = ((count == 0) | (last - start + 1 == count)).all() & covered
+    problem = (
+        "rowmax attention needs an attention_mask that covers every position so far and whose ones are contiguous in each "
+        "row (padding only on the left or only on the right; to generate, pad on the left)"
+    )
+    if is_tracing(real):
+        torch._assert_async(contiguous, problem)
+        return start, start + count, False
+    fine, whole = torch.stack([contiguous, (count == end).all()]).tolist()
+    if not fine:
+        raise Unsupported(f"{problem}. Otherwise {_INSTEAD}.")
+    return start, start + count, whole
+
+
+def _row_ends(start: Tensor, stop: Tensor, end, q_length: int, kv_length: int, all_queries: bool) -> Tensor:
+    """Where the runs of each row end, `[B, _ROW_COLUMNS]`: `(queries, keys)` in five runs, of which one is attention.
+
+        queries before the live ones | no query         | live queries | queries after them | no query
+        no key                       | keys before live | live keys    | no key             | keys after them
+
+    Runs without keys give 0. The live queries end where the live keys do, so that the bottom-right alignment of
+    `attention_varlen` is the model's own.
+    """
+    if all_queries:
+        first, last = torch.zeros_like(start), torch.full_like(start, q_length)
+    else:
+        shift = end - q_length
+        first, last = (start - shift).clamp(0, q_length), (stop - shift).clamp(0, q_length)
+    all_q, all_k = torch.full_like(start, q_length), torch.full_like(start, kv_length)
+    runs = [first, first, last, all_q, all_q, torch.zeros_like(start), start, stop, stop, all_k]
+    return torch.stack(runs, 1).to(torch.int32)
+
+
+def _carry(data: Tensor, left: Limit, right: Limit) -> Tensor:
+    """int32 `[rows, columns]` as `[rows, right, left, columns]`, see the module's docstring; no memory is added."""
+    sizes = (_UNLIMITED if side is None else _UNLIMITED + 1 + side for side in (right, left))
+    return data[:, None, None].expand(data.shape[0], *sizes, data.shape[1])
+
+
+def _limits(mask: Tensor) -> tuple[Limit, Limit]:
+    """`(left, right)` back from the shape."""
+    right, left = (None if size == _UNLIMITED else size - _UNLIMITED - 1 for size in mask.shape[1:3])
+    return left, right
+
+
+def _is_carried(mask: Tensor) -> bool:
+    return (
+        mask.dim() == 4
+        and mask.dtype == torch.int32
+        and mask.shape[3] in (0, 1, _ROW_COLUMNS)
+        and min(mask.shape[1], mask.shape[2]) >= _UNLIMITED
+    )
+
+
+# ---- every layer: the attention ------------------------------------------------------------------------------------
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Optional[Tensor],
+    *,
+    scaling: Optional[float] = None,
+    dropout: float = 0.0,
+    sliding_window: Optional[int] = None,
+    is_causal: Optional[bool] = None,
+    cu_seq_lens_q: Optional[Tensor] = None,
+    cu_seq_lens_k: Optional[Tensor] = None,
+    max_length_q=None,
+    max_length_k=None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of one layer; the signature is that of transformers' attention functions.
+
+    Args:
+        query: `[B, Hq, Tq, D]`; key: `[B, Hk, Tk, D]`; value: `[B, Hk, Tk, Dv]`, any strides with the last equal to 1.
+        attention_mask: what `make_mask` returned.
+        cu_seq_lens_q, cu_seq_lens_k: sequences packed into a batch of one, as `DataCollatorWithFlattening` gives them.
+
+    Returns:
+        `[B, Tq, Hq, Dv]`, and None in place of the attention weights, which are never stored.
+    """
+    _refuse_unserved(dropout, kwargs)
+    if attention_mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        left = None if sliding_window is None else sliding_window - 1
+        right = 0 if causal else left
+        if causal and query.shape[2] > key.shape[2] and cu_seq_lens_q is None:
+            raise Unsupported(
+                f"rowmax attention: causal attention of {query.shape[2]} queries over {key.shape[2]} keys without a mask has "
+                f"no agreed alignment; {_INSTEAD}."
+            )
+    elif not _is_carried(attention_mask):
+        raise Unsupported(
+            f"rowmax attention takes no dense masks; got a {attention_mask.dtype} mask of shape {list(attention_mask.shape)}. "
+            f"Pass a 2-D padding mask, packed position_ids or no mask; or {_INSTEAD}."
+        )
+    else:
+        left, right = _limits(attention_mask)
+        if sliding_window is not None and left != sliding_window - 1:
+            raise Unsupported(
+                f"rowmax attention: the layer has sliding_window={sliding_window}, its mask was made for "
+                f"{'no window' if left is None else f'a window of {left + 1}'}; {_INSTEAD}."
+            )
+    call: dict[str, Any] = {"window": (left, right), "scale": scaling}
+    columns = 0 if attention_mask is None else attention_mask.shape[3]
+    if cu_seq_lens_q is not None:
+        if columns == _ROW_COLUMNS or query.shape[2] * query.shape[0] != key.shape[2] * key.shape[0]:
+            raise Unsupported(
+                "rowmax attention takes cu_seq_lens_q/k for packed sequences without padding and without a cache: drop the "
+                "attention_mask and past key values, or drop cu_seq_lens."
+            )
+        call["max_seqlen_q"], call["max_seqlen_k"] = (n if isinstance(n, int) else None for n in (max_length_q, max_length_k))
+        return _by_token(query, key, value, cu_seq_lens_q, cu_seq_lens_k, call), None
+    if attention_mask is not None:
+        if columns == 1:
+            cu_seqlens = attention_mask[:, 0, 0, 0]
+            return _by_token(query, key, value, cu_seqlens, cu_seqlens, call), None
+        if columns == _ROW_COLUMNS:
+            return _by_row(query, key, value, attention_mask[:, 0, 0], call), None
+        keys = attention_mask.shape[0]  # a static cache that is being filled: the rest of it is not written yet
+        key, value = key[:, :, :keys], value[:, :, :keys]
+    return rowmax.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **call), None
+
+
+def _refuse_unserved(dropout: float, kwargs: dict) -> None:
+    if dropout:
+        raise Unsupported(
+            f"rowmax attention has no dropout; the model asks for {dropout}. Set config.attention_dropout = 0.0, or {_INSTEAD}."
+        )
+    if kwargs.get("output_attentions"):
+        raise Unsupported(f"rowmax attention never stores the weights; for output_attentions=True {_EAGER}.")
+    for name, what in _UNSERVED.items():
+        if kwargs.get(name) is not None:
+            raise Unsupported(f"rowmax attention does not compute {what} ('{name}'), which this model uses; {_EAGER}.")
+
+
+def _by_token(query, key, value, cu_seqlens_q, cu_seqlens_k, call) -> Tensor:
+    """Attention over `cu_seqlens` of the flattened tokens `[B * T, H, D]`: free when T was stored before H, else a copy."""
+    batch, _, len_q, _ = query.shape
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    out = rowmax.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **call)
+    return out.view(batch, len_q, *out.shape[1:])
+
+
+def _by_row(query, key, value, ends, call) -> Tensor:
+    """Attention within the live ranges of each row; `ends` is `[B, _ROW_COLUMNS]` from `_row_ends`.
+
+    A cache stores `[B, H, T, D]`. To keep it where it is, each KV head of each row can be made a sequence of its own,
+    with the query heads that share it; that moves queries and outputs instead of keys and values.
+    """
+    (batch, heads_q, len_q, _), (_, heads_k, len_k, _), dim_v = query.shape, key.shape, value.shape[3]
+    if ends.shape[0] != batch:
+        raise Unsupported(f"rowmax attention: the mask was made for a batch of {ends.shape[0]}, the queries have {batch}.")
+    by_head = key.is_contiguous() and value.is_contiguous() and len_q * heads_q <= len_k * heads_k
+    cu_seqlens_q = _flat_ends(ends[:, :5], len_q, heads_k if by_head else 1)
+    cu_seqlens_k = _flat_ends(ends[:, 5:], len_k, heads_k if by_head else 1)
+    call.update(max_seqlen_q=len_q, max_seqlen_k=len_k)
+    if not by_head:
+        return _by_token(query, key, value, cu_seqlens_q, cu_seqlens_k, call)
+    group = heads_q // heads_k
+    q = query.unflatten(1, (heads_k, group)).transpose(2, 3).reshape(batch * heads_k * len_q, group, -1)
+    k, v = key.view(batch * heads_k * len_k, 1, -1), value.view(batch * heads_k * len_k, 1, -1)
+    out = rowmax.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **call)
+    return out.view(batch, heads_k, len_q, group, dim_v).transpose(1, 2).reshape(batch, len_q, heads_q, dim_v)
+
+
+def _flat_ends(ends: Tensor, length: int, repeats: int) -> Tensor:
+    """`cu_seqlens` of `[B, repeats]` rows stored one after another, `length` apart, from the ends `[B, 5]` within a row."""
+    rows = ends.shape[0] * repeats
+    begins = torch.arange(rows, dtype=torch.int32, device=ends.device) * length
+    flat = (ends[:, None] + begins.view(-1, repeats, 1)).flatten()
+    return torch.nn.functional.pad(flat, (1, 0))
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)

@@ -1,0 +1,424 @@
+"""rowmax inside transformers: equal to eager attention wherever it is served, an error everywhere else."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rowmax import Unsupported
+
+transformers = pytest.importorskip("transformers")
+masks = pytest.importorskip("transformers.masking_utils")
+integration = pytest.importorskip("rowmax.integrations.transformers")
+
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.3,  # so that attention, and a wrong mask, move the logits
+}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=4)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(  # windowed and full layers in one cache
+        transformers.Gemma3TextConfig(**SIZES, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    ),
+}
+BATCH, LENGTH = 2, 12
+IDS = torch.randint(2, 97, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+LEFT, RIGHT = torch.ones_like(IDS), torch.ones_like(IDS)
+LEFT[1, :3], RIGHT[0, -5:] = 0, 0
+MASKS = {"none": None, "left": LEFT, "right": RIGHT}
+PACKED = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 7), (8, 1, 3))])
+
+
+@functools.cache
+def build(name: str):
+    torch.manual_seed(1)
+    return MODELS[name]().eval()
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return build(request.param)
+
+
+def both(model, function):
+    """`function()` with eager attention, then with rowmax."""
+    results = []
+    for implementation in ("eager", "rowmax"):
+        model.set_attn_implementation(implementation)
+        results.append(function())
+    return results
+
+
+def assert_equal(model, function, rows=None):
+    with torch.no_grad():
+        expected, actual = both(model, function)
+    assert bool(torch.isfinite(actual).all())
+    torch.testing.assert_close(*(x if rows is None else x[rows] for x in (actual, expected)))
+
+
+# ---- equal to eager ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", MASKS)
+def test_prefill(model, padding):
+    mask = MASKS[padding]
+    rows = None if mask is None else mask.bool()
+    assert_equal(model, lambda: model(IDS, attention_mask=mask).logits, rows)
+
+
+def test_power(model):
+    """Dropping the padding mask, or the packing, moves the logits by far more than the comparisons above allow."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        plain, padded = model(IDS).logits, model(IDS, attention_mask=LEFT).logits
+        packed = model(IDS, position_ids=PACKED, use_cache=False).logits
+        unpacked = model(IDS, position_ids=PACKED, attention_mask=torch.ones_like(IDS), use_cache=False).logits
+    assert (plain - padded)[1, 3:].abs().max() > 0.01
+    assert (packed - unpacked).abs().max() > 0.01
+
+
+def test_a_row_of_padding_only(model):
+    mask = LEFT.clone()
+    mask[0] = 0
+    assert_equal(model, lambda: model(IDS, attention_mask=mask).logits, mask.bool())
+
+
+def test_packed_positions(model):
+    assert_equal(model, lambda: model(IDS, position_ids=PACKED, use_cache=False).logits)
+    assert_equal(model, lambda: model(IDS[:1], position_ids=PACKED[:1], use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_flattening_collator(name):
+    """`cu_seq_lens` as the collator gives them: the same as the sequences one by one."""
+    model = build(name)
+    model.set_attn_implementation("rowmax")
+    sequences = [IDS[0, :5], IDS[1, :7], IDS[0, 3:4]]
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
+        [{"input_ids": ids.tolist()} for ids in sequences]
+    )
+    batch = {key: value for key, value in batch.items() if key != "labels"}
+    with torch.no_grad():
+        packed = model(**batch, use_cache=False).logits[0]
+        alone = torch.cat([model(ids[None], use_cache=False).logits[0] for ids in sequences])
+    torch.testing.assert_close(packed, alone)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=["grow", "static", "beams"])
+def test_generate(model, padding, options):
+    def generate():
+        result = model.generate(
+            IDS,
+            attention_mask=MASKS[padding],
+            max_new_tokens=8,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+        return result.sequences, torch.stack(result.logits)
+
+    (expected, expected_logits), (actual, logits) = both(model, generate)
+    assert torch.equal(actual, expected)
+    torch.testing.assert_close(logits, expected_logits)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["grow", "static"])
+@pytest.mark.parametrize("padding", MASKS)
+def test_prefill_in_chunks(model, padding, static):
+    mask = MASKS[padding]
+
+    def forward():
+        cache = (
+            transformers.StaticCache(config=model.config, max_cache_len=20)
+            if static
+            else transformers.DynamicCache(config=model.config)
+        )
+        outs = []
+        for start, end in ((0, 5), (5, 9), (9, 12)):
+            seen = None if mask is None else mask[:, :end]
+            outs.append(model(IDS[:, start:end], attention_mask=seen, **{CACHE: cache}).logits)
+        return torch.cat(outs, 1)
+
+    assert_equal(model, forward, None if mask is None else mask.bool())
+
+
+@pytest.mark.parametrize("case", ["plain", "left", "right", "packed"])
+def test_gradients(model, case):
+    labels, inputs = IDS.clone(), {"use_cache": False}
+    if case == "packed":
+        inputs["position_ids"] = PACKED
+    elif case != "plain":
+        mask = inputs["attention_mask"] = MASKS[case]
+        labels[mask == 0] = -100
+        labels[:, 1:][mask[:, :-1] == 0] = -100  # predicted from a padded position
+
+    def gradients():
+        model.zero_grad()
+        model.train()
+        model(IDS, labels=labels, **inputs).loss.backward()
+        model.eval()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected, actual = both(model, gradients)
+    assert len(actual) > 10
+    torch.testing.assert_close(actual, expected)
+
+
+def test_encoders():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bert = transformers.BertModel(transformers.BertConfig(**sizes, initializer_range=0.3)).eval()
+    for mask in MASKS.values():
+        assert_equal(bert, lambda mask=mask: bert(IDS, attention_mask=mask).last_hidden_state)
+    config = transformers.ModernBertConfig(
+        **sizes, local_attention=4, global_attn_every_n_layers=2, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1
+    )
+    modern = transformers.ModernBertModel(config).eval()  # windows to both sides
+    for mask in (torch.ones_like(IDS), RIGHT):
+        assert_equal(modern, lambda mask=mask: modern(IDS, attention_mask=mask).last_hidden_state, mask.bool())
+
+
+def test_cross_attention():
+    config = transformers.BartConfig(
+        vocab_size=97,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        init_std=0.3,
+    )
+    bart = transformers.BartForConditionalGeneration(config).eval()
+    assert_equal(bart, lambda: bart(IDS, attention_mask=RIGHT, decoder_input_ids=IDS[:, :7]).logits)
+
+
+def test_a_decoder_made_bidirectional():
+    """The layers still say `is_causal`; the mask knows better."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    model.config.is_causal = False
+    assert_equal(model, lambda: model(IDS).logits)
+
+
+# ---- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("inputs", [{}, {"attention_mask": LEFT}, {"position_ids": PACKED}], ids=["plain", "left", "packed"])
+def test_compile_without_a_cache(name, inputs):
+    model = build(name)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(IDS, use_cache=False, **inputs).logits
+        model.set_attn_implementation("rowmax")
+        actual = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS, use_cache=False, **inputs).logits
+    rows = LEFT.bool() if "attention_mask" in inputs else slice(None)
+    torch.testing.assert_close(actual[rows], expected[rows])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_compile_with_a_static_cache(name, padding):
+    model = build(name)
+    torch._dynamo.reset()
+
+    def decode(forward):
+        cache, mask, outs = transformers.StaticCache(config=model.config, max_cache_len=20), MASKS[padding], []
+        model(input_ids=IDS, attention_mask=mask, **{CACHE: cache})
+        for step in range(4):
+            mask = None if mask is None else torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            outs.append(forward(input_ids=IDS[:, step : step + 1], attention_mask=mask, **{CACHE: cache}).logits)
+        return torch.cat(outs, 1)
+
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = decode(model)
+        model.set_attn_implementation("rowmax")
+        actual = decode(torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(actual, expected)
+
+
+# ---- the mask, element by element ----------------------------------------------------------------------------------
+
+
+@st.composite
+def mask_calls(draw):
+    """Arguments of a mask function as caches make them: growing, windowed and static; padding anywhere but in the middle."""
+    batch, q_length, past = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.integers(0, 8))
+    window = draw(st.none() | st.integers(1, 6))
+    function = masks.causal_mask_function if window is None else masks.sliding_window_causal_mask_function(window)
+    call = {"batch_size": batch, "q_length": q_length, "mask_function": function, "kv_offset": 0, "q_offset": past}
+    cache = draw(st.sampled_from(["grow", "static"] + ["window"] * (window is not None)))
+    if cache == "window":
+        call["kv_offset"] = max(past - window + 1, 0)
+    call["kv_length"] = past + q_length - call["kv_offset"]
+    if cache == "static":
+        call["kv_length"] += draw(st.integers(0, 4))
+        if past:
+            call["q_offset"] = torch.tensor(past)
+    if draw(st.booleans()):
+        positions = torch.arange(past + q_length)
+        ends = [sorted(draw(st.tuples(*[st.integers(0, past + q_length)] * 2))) for _ in range(batch)]
+        call["attention_mask"] = torch.stack([(positions >= start) & (positions < end) for start, end in ends])
+    return call
+
+
+@pytest.mark.parametrize("stored", ["tokens", "heads"])
+@settings(max_examples=150, deadline=None)
+@given(call=mask_calls())
+def test_exactly_the_keys_of_the_dense_mask(stored, call):
+    """Zero queries weigh all visible keys alike, and one-hot values say which they were."""
+    expected = masks.sdpa_mask(**call, allow_is_causal_skip=False)  # [B, 1, Tq, Tk]
+    mask = integration.make_mask(**call)
+    assert torch.equal(visible(mask, call, stored), expected & real_queries(call))
+
+
+def visible(mask, call, stored: str, module=None) -> torch.Tensor:
+    """`[B, 1, Tq, Tk]`: which keys `attend` reads; query heads must agree."""
+    batch, len_q, len_k = call["batch_size"], call["q_length"], call["kv_length"]
+    query = torch.zeros(batch, len_q, 4, 8).transpose(1, 2)
+    key, value = torch.zeros(batch, len_k, 2, 8), torch.eye(len_k)[:, None].expand(batch, len_k, 2, len_k).contiguous()
+    if stored == "heads":  # as a cache does
+        key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    module = torch.nn.Module() if module is None else module
+    out, weights = integration.attend(module, query, key.transpose(1, 2), value.transpose(1, 2), mask, scaling=0.5)
+    assert weights is None
+    assert out.shape == (batch, len_q, 4, len_k)
+    seen = out > 0
+    assert torch.equal(seen, seen[:, :, :1].expand_as(seen))
+    return seen[:, :, :1].transpose(1, 2)
+
+
+def real_queries(call) -> torch.Tensor:
+    """`[B, 1, Tq, 1]`: queries that are not padding; the others read nothing."""
+    padding, past = call.get("attention_mask"), int(call["q_offset"])
+    if padding is None:
+        return torch.ones(call["batch_size"], 1, call["q_length"], 1, dtype=torch.bool)
+    return padding[:, None, past : past + call["q_length"], None]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_bidirectional_masks(window):
+    function = masks.bidirectional_mask_function if window is None else masks.sliding_window_bidirectional_mask_function(window)
+    call = {"batch_size": 2, "q_length": 12, "kv_length": 12, "q_offset": 0, "mask_function": function}
+    for padding in (None, LEFT.bool(), RIGHT.bool()):
+        call["attention_mask"] = padding
+        expected = masks.sdpa_mask(**call, allow_is_causal_skip=False)
+        if window is not None:  # without a window padded queries read what the others read, as in eager
+            expected = expected & real_queries(call)
+        assert torch.equal(visible(integration.make_mask(**call), call, "tokens"), expected)
+
+
+def test_masks_are_small():
+    long = {"batch_size": 4, "q_length": 32768, "kv_length": 32768}
+    padding = torch.ones(4, 32768, dtype=torch.bool)
+    assert integration.make_mask(**long) is None
+    assert integration.make_mask(**long, attention_mask=padding) is None
+    padding[0, :5] = False
+    for function in (masks.causal_mask_function, masks.sliding_window_causal_mask_function(1024)):
+        mask = integration.make_mask(**long, mask_function=function, attention_mask=padding)
+        assert mask.untyped_storage().nbytes() <= 4 * 10 * 4
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+
+def layer(**kwargs):
+    tensors = [torch.randn(1, heads, 6, 8) for heads in (4, 2, 2)]
+    return integration.attend(torch.nn.Module(), *tensors, kwargs.pop("attention_mask", None), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"softcap": 50.0}, "soft-capped"),
+        ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position bias"),
+        ({"indices": torch.zeros(1, 6, 2, dtype=torch.long)}, "sparse"),
+        ({"dropout": 0.1}, "attention_dropout"),
+        ({"output_attentions": True}, "eager"),
+        ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "no dense masks"),
+        ({"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)}, "no dense masks"),
+        ({"attention_mask": torch.ones(1, 4, 6, 10, dtype=torch.int32)}, "no dense masks"),
+        ({"attention_mask": torch.ones(1, 6)}, "no dense masks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_layers_refuse(kwargs, says):
+    with pytest.raises(Unsupported, match=says):
+        layer(**kwargs)
+
+
+def test_models_refuse():
+    gemma2 = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES))
+    gemma2.set_attn_implementation("rowmax")
+    with pytest.raises(Unsupported, match="softcap"):
+        gemma2.eval()(IDS)
+    llama4 = transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**SIZES, attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=48)
+    )
+    llama4.set_attn_implementation("rowmax")
+    with pytest.raises(Unsupported, match="another"):
+        llama4.eval()(IDS)
+    llama = build("llama")
+    llama.set_attn_implementation("rowmax")
+    with pytest.raises(Unsupported, match="pad on the left"):  # the padding ends up in the middle
+        llama.generate(IDS, attention_mask=RIGHT, max_new_tokens=3)
+    with pytest.raises(Unsupported, match="no dense masks"):
+        llama(IDS, attention_mask=torch.zeros(BATCH, 1, LENGTH, LENGTH))
+
+
+def test_masks_refuse():
+    call = {"batch_size": 1, "q_length": 6, "kv_length": 6}
+    other = (
+        masks.or_masks(masks.causal_mask_function, masks.bidirectional_mask_function),
+        masks.and_masks(masks.causal_mask_function, masks.chunked_overlay(2, torch.zeros(1, dtype=torch.long))),
+        masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k % 2 == 0),
+        lambda b, h, q, k: q <= k,
+        lambda b, h, q, k: (k <= q) | (k == 0),
+        lambda b, h, q, k: True,
+    )
+    for function in other:
+        with pytest.raises(Unsupported):
+            integration.make_mask(**call, mask_function=function)
+    with pytest.raises(Unsupported):  # from the user: not known to be a function of indices
+        integration.make_mask(**call, mask_function=masks.causal_mask_function, use_vmap=True)
+    holes = torch.tensor([[True, False, True, True, True, True]])
+    with pytest.raises(Unsupported, match="contiguous"):
+        integration.make_mask(**call, attention_mask=holes)
+    with pytest.raises(Unsupported, match="covers"):
+        integration.make_mask(**call, attention_mask=torch.ones(1, 4, dtype=torch.bool))
+
+
+def test_a_layer_and_a_mask_that_disagree():
+    mask = integration.make_mask(1, 6, 6, mask_function=masks.sliding_window_causal_mask_function(3))
+    assert mask is not None
+    layer(attention_mask=mask, sliding_window=3)
+    layer(attention_mask=mask)
+    with pytest.raises(Unsupported, match="sliding_window=4"):
+        layer(attention_mask=mask, sliding_window=4)
+    padded = torch.ones(1, 6, dtype=torch.bool)
+    padded[0, 0] = False
+    mask, cu_seqlens = integration.make_mask(1, 6, 6, attention_mask=padded), torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(Unsupported, match="cu_seq_lens"):
+        layer(attention_mask=mask, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens)
