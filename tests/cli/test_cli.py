@@ -1,0 +1,182 @@
+"""The command line: what it prints, its exit codes, and what it must not import."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import rowmax
+from rowmax import Problem
+from rowmax.mask import Band, visible_pairs
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from rowmax.cli import check, explain
+from rowmax.cli.app import app
+
+PROBLEM = "b2 h32/8 q4096 k4096 d128 bf16 causal"
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run `code` in a fresh interpreter, outside Triton's interpreter mode."""
+    import os
+
+    keep = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**keep, **environment}, check=False)
+
+
+def hide(*names: str) -> str:
+    """Code that makes the modules look as if they were not installed."""
+    return (
+        "import sys\n"
+        "class Hide:\n"
+        "    def __init__(self, finder):\n"
+        "        self.finder = finder\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        return None if name.partition('.')[0] in {names!r} else self.finder.find_spec(name, *rest)\n"
+        "sys.meta_path[:] = map(Hide, sys.meta_path)\n"
+    )
+
+
+# ---- imports -------------------------------------------------------------------------------------------------------
+
+
+def test_import_is_light():
+    code = "import rowmax; print(sorted({'typer', 'rich', 'transformers'} & set(sys.modules)))"
+    result = python(hide("triton") + code)  # torch.utils.flop_counter imports Triton where it is installed
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_dependencies(missing):
+    result = python(hide(missing) + "from rowmax.__main__ import main; sys.exit(main())")
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [f"rowmax: the command line needs {missing}: pip install 'rowmax[cli]'"]
+
+
+def test_explain_without_triton():
+    code = f"from rowmax.__main__ import main; sys.argv = ['rowmax', 'explain', {PROBLEM!r}, '--gpu', 'H200']; main()"
+    result = python(hide("triton") + code)
+    assert result.returncode == 0, result.stderr
+    assert "274.9 GFLOP" in result.stdout
+
+
+def test_module_and_script_are_one():
+    module = subprocess.run([sys.executable, "-m", "rowmax", "--help"], capture_output=True, text=True, timeout=120, check=True)
+    assert module.stdout == invoke("--help").stdout or all(name in module.stdout for name in ("demo", "explain", "check"))
+    assert "Usage: rowmax" in module.stdout
+
+
+# ---- explain -------------------------------------------------------------------------------------------------------
+
+
+def test_explain_text():
+    result = invoke("explain", PROBLEM, "--gpu", "cpu")
+    assert result.exit_code == 0
+    assert f"{PROBLEM} on cpu" in result.stdout
+    assert "forward: tiled" in result.stdout
+    assert "not aten: row blocks" in result.stdout
+    assert "not q_outer" not in result.stdout or "asked for" not in result.stdout
+
+
+def test_explain_json():
+    facts = json.loads(invoke("explain", PROBLEM, "--gpu", "cpu", "--json").stdout)
+    pairs = 2 * 32 * visible_pairs(4096, 4096, Band(None, 0))
+    forward, backward = facts["directions"]["forward"], facts["directions"]["backward"]
+    assert Problem.parse(facts["problem"]) == Problem.parse(PROBLEM)
+    assert facts["visible_pairs"] == pairs
+    assert forward["plan"] == str(rowmax.plan(Problem.parse(PROBLEM), rowmax.Device.named("cpu")))
+    assert forward["flops"] == 2 * pairs * 256
+    assert backward["flops"] == 2.5 * forward["flops"]
+    q = out = 2 * 4096 * 32 * 128 * 2
+    assert forward["fewest_bytes"] == q + out + 2 * (q // 4)
+    assert backward["fewest_bytes"] == 2 * (q + out + 2 * (q // 4)) + 2 * 4096 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b3 h4/2 q100 k300 d64/32 fp32 window(10,0)",
+        "b1 h2 q7 k5 d8 fp16 causal",
+        "b4 h2 q10 k10 d8 fp64",
+        "b0 h1 q3 k3 d4 fp32",
+    ],
+)
+def test_work_is_that_of_a_count(text):
+    """FLOPs and bytes from counting the visible pairs one by one."""
+    from rowmax.reference import visible
+
+    problem = Problem.parse(text)
+    seen = visible(problem.len_q, problem.len_k, *problem.band)
+    pairs = problem.batch * problem.heads_q * int(seen.sum())
+    dims = problem.dim_qk + problem.dim_v
+    assert explain.flops_of(problem, "forward") == 2 * pairs * dims
+    element = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}[problem.dtype_name]
+    keys, rows = problem.heads_k * int(seen.any(0).sum()), problem.heads_q * problem.len_q
+    assert explain.bytes_of(problem, "forward") == problem.batch * element * dims * (keys + rows)
+
+
+def test_explain_packed_says_what_it_assumes():
+    facts = json.loads(invoke("explain", "b3 h1 q10 k10 d8 fp32 packed causal", "--gpu", "cpu", "--json").stdout)
+    assert facts["assumes"] == "sequences of equal length"
+    assert facts["visible_pairs"] == sum(n * (n + 1) // 2 for n in (3, 3, 4))
+
+
+def test_explain_what_nothing_runs():
+    result = invoke("explain", "b1 h1 q8 k8 d8 fp64", "--gpu", "H200")
+    assert result.exit_code == 0
+    assert "nothing runs it here" in result.stdout
+    assert "not q_outer: fp64 runs on the CPU only" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(("b2 h3 qq",), "'qq' is not part"), (("h3 q4 d4",), "lacks <dtype>"), ((PROBLEM, "--gpu", "Z1"), "no device 'Z1'")],
+    ids=["word", "missing", "gpu"],
+)
+def test_explain_errors(arguments, says):
+    result = invoke("explain", *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+# ---- check ---------------------------------------------------------------------------------------------------------
+
+SMALL = ("b1 h2/1 q20 k20 d16 fp32 causal", "b2 h2 q30 k30 d8 bf16 packed")
+
+
+def test_check_passes(capsys):
+    assert check.run("cpu", SMALL) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("right ") >= 2
+    assert "all 2 are right" in printed
+
+
+def test_check_fails(monkeypatch, capsys):
+    """A wrong attention is found, named and exits 1."""
+    from rowmax import testing
+
+    def wrong(*arguments, **keywords):
+        out, lse = rowmax.attention(*arguments, **keywords)
+        return out * 1.01, lse
+
+    monkeypatch.setattr(testing, "attention", wrong)
+    assert check.run("cpu", SMALL[:1]) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG" in printed
+    assert "1 of 1 problems are wrong" in printed
+
+
+def test_no_gpu_is_said(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = invoke("check", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "sees no CUDA GPU" in result.stderr
