@@ -1,0 +1,354 @@
+"""Tests of the tests: one-line faults put into the real sources, each of which the acceptance rule must notice.
+
+A copy of the room (`kernels` or `cpu`) gets the patch and is imported in place of the room; the cases then run as for anyone
+else. A patch that no longer applies fails, and so does a mutant that lives.
+"""
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import canaries
+import pytest
+
+import rowmax
+from rowmax import Problem, ops, testing
+from rowmax.plan import plan as choose
+
+PACKAGE = Path(rowmax.__file__).parent
+
+FORWARD, BACKWARD = "kernels/triton/forward.py", "kernels/triton/backward.py"
+TILE, ADDRESS, LAUNCH = "kernels/tile_ops.py", "kernels/address.py", "kernels/launch.py"
+
+# name -> (file, old, new, how often old occurs)
+KERNEL_MUTANTS = {
+    # what a row sees
+    "one key too many": (
+        TILE,
+        "seen = cols < tl.minimum(end_key(rows, shift, len_k, band), len_k)",
+        "seen = cols < tl.minimum(end_key(rows, shift, len_k, band) + 1, len_k)",
+        1,
+    ),
+    "one key too few": (
+        TILE,
+        "seen = cols < tl.minimum(end_key(rows, shift, len_k, band), len_k)",
+        "seen = cols < tl.minimum(end_key(rows, shift, len_k, band) - 1, len_k)",
+        1,
+    ),
+    "window starts one late": (TILE, "(cols >= first_key(rows, shift, band))", "(cols > first_key(rows, shift, band))", 1),
+    "window starts one early": (
+        TILE,
+        "(cols >= first_key(rows, shift, band))",
+        "(cols >= first_key(rows, shift, band) - 1)",
+        1,
+    ),
+    "no left side": (TILE, "    if band.left is not None:\n        seen = seen", "    if False:\n        seen = seen", 1),
+    "tail of the keys is not masked": (
+        TILE,
+        "seen = cols < tl.minimum(end_key(rows, shift, len_k, band), len_k)",
+        "seen = cols < end_key(rows, shift, len_k, band) + 0 * len_k + (len_k == end_key(rows, shift, len_k, band)) * 64",
+        1,
+    ),
+    "aligned to the top left": (FORWARD, "shift = len_k - len_q", "shift = 0", 1),
+    # loop ranges
+    "first key tile skipped": (
+        TILE,
+        "0, len_k) // BLOCK_N * BLOCK_N\n    end = tl.maximum(clamp(end_key(last",
+        "0, len_k) // BLOCK_N * BLOCK_N + BLOCK_N\n    end = tl.maximum(clamp(end_key(last",
+        1,
+    ),
+    "last key tile skipped": (
+        TILE,
+        "end = tl.maximum(clamp(end_key(last, shift, len_k, band), 0, len_k), start)",
+        "end = tl.maximum(clamp(end_key(last, shift, len_k, band), 0, len_k) // BLOCK_N * BLOCK_N, start)",
+        1,
+    ),
+    "full tiles rounded up": (
+        TILE,
+        "full_end = clamp(end_key(row, shift, len_k, band), 0, len_k) // BLOCK_N * BLOCK_N",
+        "full_end = tl.cdiv(clamp(end_key(row, shift, len_k, band), 0, len_k), BLOCK_N) * BLOCK_N",
+        1,
+    ),
+    "full tiles begin too early": (
+        TILE,
+        "full_start = tl.cdiv(clamp(first_key(last, shift, band), 0, len_k), BLOCK_N) * BLOCK_N",
+        "full_start = clamp(first_key(last, shift, band), 0, len_k) // BLOCK_N * BLOCK_N",
+        1,
+    ),
+    "full tiles measured at the wrong row": (
+        TILE,
+        "full_end = clamp(end_key(row, shift",
+        "full_end = clamp(end_key(last, shift",
+        1,
+    ),
+    "last query tile skipped": (
+        TILE,
+        "end = tl.maximum(clamp(end_query(last, shift, len_q, band), 0, len_q), start)",
+        "end = tl.maximum(clamp(end_query(last, shift, len_q, band), 0, len_q) // BLOCK_M * BLOCK_M, start)",
+        1,
+    ),
+    "first query tile skipped": (
+        TILE,
+        "0, len_q) // BLOCK_M * BLOCK_M\n    end = tl.maximum(clamp(end_query(last",
+        "0, len_q) // BLOCK_M * BLOCK_M + BLOCK_M\n    end = tl.maximum(clamp(end_query(last",
+        1,
+    ),
+    # softmax
+    "sum not rescaled": (
+        TILE,
+        "return p, m_new, l * alpha + tl.sum(p, 1), alpha",
+        "return p, m_new, l + tl.sum(p, 1), alpha",
+        1,
+    ),
+    "accumulator not rescaled": (FORWARD, "acc = acc * alpha[:, None]", "acc = acc", 1),
+    "maximum of the tile alone": (TILE, "m_new = tl.maximum(m, tl.max(s, 1))", "m_new = tl.max(s, 1)", 1),
+    "finite start of the maximum": (
+        FORWARD,
+        'm = tl.full([BLOCK_M], float("-inf"), tl.float32)',
+        "m = tl.full([BLOCK_M], -30.0, tl.float32)",
+        1,
+    ),
+    "no finite pivot": (
+        TILE,
+        'pivot = tl.where(m_new == float("-inf"), 0.0, m_new * scale_log2)',
+        "pivot = m_new * scale_log2",
+        1,
+    ),
+    "natural exponential": (
+        TILE,
+        "p = tl.exp2(s * scale_log2 - tl.expand_dims(pivot, 1))",
+        "p = tl.exp(s * scale_log2 - tl.expand_dims(pivot, 1))",
+        1,
+    ),
+    "LSE in base 2": (TILE, "(m * scale_log2 + tl.log2(l_safe)) * 0.6931471805599453", "(m * scale_log2 + tl.log2(l_safe))", 1),
+    "LSE without the sum": (TILE, "(m * scale_log2 + tl.log2(l_safe)) * 0.69", "(m * scale_log2) * 0.69", 1),
+    "LSE of an empty row is 0": (TILE, 'lse = tl.where(empty, float("-inf"), ', "lse = tl.where(empty, 0.0, ", 1),
+    "empty rows divided by 0": (TILE, "l_safe = tl.where(empty, 1.0, l)", "l_safe = l", 1),
+    "output not divided": (TILE, "return acc * tl.expand_dims(1.0 / l_safe, 1), lse", "return acc, lse", 1),
+    "scale off by a hundredth": (LAUNCH, "problem.scale * LOG2E", "problem.scale * 1.01 * LOG2E", 1),
+    "scale of the padded dimension": (LAUNCH, "problem.scale * LOG2E", "_padded(problem.dim_qk) ** -0.5 * LOG2E", 1),
+    "negative scale not applied first": (LAUNCH, "prescale = problem.scale <= 0", "prescale = False", 1),
+    "16-bit accumulator": (
+        FORWARD,
+        "acc = acc * alpha[:, None]",
+        "acc = (acc * alpha[:, None]).to(tl.float16).to(tl.float32)",
+        1,
+    ),
+    # heads, sequences, memory
+    "KV heads taken in turn": (
+        FORWARD,
+        "k_base = head_base(k_ptr, k_strides, b, begin_k, head // GROUP)",
+        "k_base = head_base(k_ptr, k_strides, b, begin_k, head % GROUP)",
+        1,
+    ),
+    "wrong row stride": (
+        FORWARD,
+        "k_strides[1], v_strides[1], full_start, full_end, row",
+        "k_strides[1], k_strides[1], full_start, full_end, row",
+        1,
+    ),
+    "batch ignored": (ADDRESS, "pointer + b.to(tl.int64) * strides[0]", "pointer + 0 * b.to(tl.int64) * strides[0]", 1),
+    "sequence begin ignored": (
+        ADDRESS,
+        "+ tl.cast(begin, tl.int64) * strides[1]",
+        "+ 0 * tl.cast(begin, tl.int64) * strides[1]",
+        1,
+    ),
+    "rows past the end are written": (
+        ADDRESS,
+        "tl.store(pointers, value.to(base.dtype.element_ty), mask=(rows < length)[:, None] & (dims < DIM)[None, :])",
+        "tl.store(pointers, value.to(base.dtype.element_ty), mask=(rows < length + 1)[:, None] & (dims < DIM)[None, :])",
+        1,
+    ),
+    "last row is not written": (
+        ADDRESS,
+        "value.to(base.dtype.element_ty), mask=(rows < length)[:, None]",
+        "value.to(base.dtype.element_ty), mask=(rows < length - 1)[:, None]",
+        1,
+    ),
+    "neighbour's LSE": (
+        FORWARD,
+        "* heads + head) * total_q + begin_q",
+        "* heads + head // GROUP * GROUP) * total_q + begin_q",
+        1,
+    ),
+    "a program too few": (
+        LAUNCH,
+        "return length // block + problem.batch if problem.packed",
+        "return length // block + problem.batch - 1 if problem.packed",
+        1,
+    ),
+    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)", "pass", 1),
+    # gradients
+    "delta missing": (TILE, "return p * (dp - delta)", "return p * dp", 1),
+    "gradient of the LSE dropped": (BACKWARD, "delta -= tl.load(dlse_ptr", "tl.load(dlse_ptr", 1),
+    "gradient of the LSE added": (BACKWARD, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", 1),
+    "dQ without the scale": (BACKWARD, "dq * scale", "dq", 2),
+    "dK without the scale": (BACKWARD, "dk * scale", "dk", 2),
+    "only the first head of a group": (BACKWARD, "tl.range(0, GROUP * tiles", "tl.range(0, tiles", 1),
+    "LSE read in base 2": (
+        BACKWARD,
+        'tl.load(lse_ptr + base + rows, mask=rows < len_q, other=float("inf")) * LOG2E',
+        'tl.load(lse_ptr + base + rows, mask=rows < len_q, other=float("inf"))',
+        1,
+    ),
+    "dS not masked": (BACKWARD, "            ds = tl.where(seen, ds, 0.0)\n        if ISOLATE", "        if ISOLATE", 1),
+    "P of dV not masked": (BACKWARD, "            p = tl.where(seen, p, 0.0)\n", "", 1),
+    "left edge of dQ skipped": (
+        BACKWARD,
+        "    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)\n    if band.left is not None:",
+        "    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)\n    if False:",
+        1,
+    ),
+    "edge of dK skipped": (BACKWARD, "    if band.right is not None:\n        dk, dv", "    if False:\n        dk, dv", 1),
+    "dO read with the strides of q": (BACKWARD, "row, do_strides[1], len_q, DIM_V", "row, q_strides[1], len_q, DIM_V", 1),
+    "NaN of V spreads over its tile": (FORWARD, "    if bad > 0:", "    if bad > 1:", 1),
+}
+
+# (spelling, kind, layout, lengths): small, and each with the power to show some of the faults.
+CASES = [
+    ("b2 h4/2 q37 k53 d24/16 fp16 window(9,4)", "probe", "gaps", None),
+    ("b1 h2 q40 k40 d16 fp32 causal", "normal", "contiguous", None),
+    ("b3 h4/2 q50 k50 d16 fp16 packed causal", "normal", "heads_first", ((17, 20), (0, 9), (33, 21))),
+    ("b1 h2 q40 k24 d16 fp16 causal", "normal", "contiguous", None),
+    ("b1 h1 q20 k72 d16 fp16", "shift(-120)", "contiguous", None),
+    ("b1 h2 q20 k40 d24 fp16 scale=-0.3", "spiky", "contiguous", None),
+    ("b1 h1 q40 k40 d16 fp16 causal", "nan(v)", "contiguous", None),
+    ("b1 h1 q16 k72 d16 fp16", "sparse_int", "contiguous", None),
+    ("b1 h2 q20 k0 d16 fp16", "normal", "contiguous", None),
+]
+KERNEL_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]"
+
+
+WALK, CPU_FORWARD, CPU_BACKWARD = "cpu/blocks.py", "cpu/forward.py", "cpu/backward.py"
+CPU_MUTANTS = {
+    "one key too many": (
+        WALK,
+        "end = end_key(self.row, self.geometry.shift, len_k, band) - low if",
+        "end = end_key(self.row, self.geometry.shift, len_k, band) - low + 1 if",
+        1,
+    ),
+    "one key too few": (
+        WALK,
+        "end = end_key(self.row, self.geometry.shift, len_k, band) - low if",
+        "end = end_key(self.row, self.geometry.shift, len_k, band) - low - 1 if",
+        1,
+    ),
+    "window starts one late": (WALK, "band) - low if band.left is not None", "band) - low + 1 if band.left is not None", 1),
+    "window starts one early": (WALK, "band) - low if band.left is not None", "band) - low - 1 if band.left is not None", 1),
+    "nothing hidden": (WALK, "part.add_(edge)", "part.add_(0 * edge.clamp(min=0))", 1),
+    "aligned to the top left": (WALK, "return self.len_k - self.len_q", "return 0", 1),
+    "first tile skipped": (WALK, "range(self.start, self.end, width)", "range(self.start + width, self.end, width)", 1),
+    "last row block skipped": (
+        WALK,
+        "range(self.live_row, self.len_q, step)",
+        "range(self.live_row, self.len_q - step + 1, step)",
+        1,
+    ),
+    "KV heads taken in turn": (
+        WALK,
+        "t.unflatten(2, (heads_k, -1)).movedim(1, 3)",
+        "t.unflatten(2, (-1, heads_k)).transpose(2, 3).movedim(1, 3)",
+        1,
+    ),
+    "keys of the queries' rows": (WALK, "[t[k0:k1].unsqueeze(0) for t in cols]", "[t[q0:q1].unsqueeze(0) for t in cols]", 1),
+    "last sequence skipped": (WALK, "for i in range(problem.batch):", "for i in range(problem.batch - 1):", 1),
+    "scale off by a hundredth": (CPU_FORWARD, "problem.scale * LOG2E", "problem.scale * 1.01 * LOG2E", 1),
+    "LSE in base 2": (CPU_FORWARD, ".mul_(LN2)", "", 1),
+    "tile not normalised": (CPU_FORWARD, "weight = 1.0 / l if", "weight = 0 * l + 1.0 if", 1),
+    "merge without weights": (
+        CPU_FORWARD,
+        "a, b = torch.exp2(lse - pivot), torch.exp2(tile_lse - pivot)",
+        "a, b = torch.exp2(lse - pivot), torch.ones_like(lse)",
+        1,
+    ),
+    "LSE without the sum": (CPU_FORWARD, "lse = m + l.log2()", "lse = m + 0 * l", 1),
+    "delta missing": (CPU_BACKWARD, "value=-1.0)", "value=0.0)", 1),
+    "gradient of the LSE dropped": (CPU_BACKWARD, "delta -= grad_lse.movedim(-1, -2)", "pass", 1),
+    "gradient of the LSE added": (CPU_BACKWARD, "delta -= grad_lse", "delta += grad_lse", 1),
+    "dQ without the scale": (CPU_BACKWARD, "dq_acc.mul_(problem.scale)", "dq_acc", 1),
+    "dK without the scale": (CPU_BACKWARD, "dk_acc.mul_(problem.scale)", "dk_acc", 1),
+    "dK of the last block alone": (CPU_BACKWARD, "acc += torch.bmm(rows.mT", "acc[:] = torch.bmm(rows.mT", 1),
+    "dQ of the last tile alone": (CPU_BACKWARD, "dq_acc += torch.bmm(ds", "dq_acc = torch.bmm(ds", 1),
+    "P of the backward not hidden": (CPU_BACKWARD, "    block.hide(x, cols, scratch, exact=False)\n", "", 1),
+}
+CPU_PLAN = "tiled[8x16, 8x16, 8x16]"
+
+
+@contextlib.contextmanager
+def replaced(room: str, patches, directory: Path):
+    """Inside, `rowmax.<room>` is a copy of itself with `patches`, a list of (file, old, new, count), applied."""
+    shutil.copytree(PACKAGE / room, directory / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, old, new, count in patches:
+        path = directory / file
+        text = path.read_text()
+        assert text.count(old) == count, f"the patch of {file} no longer applies: {old!r} occurs {text.count(old)} times"
+        path.write_text(text.replace(old, new))
+    name = f"rowmax.{room}"
+    original = {key: sys.modules.pop(key) for key in list(sys.modules) if key == name or key.startswith(name + ".")}
+    attribute, cpu = getattr(rowmax, room, None), ops.cpu
+    rowmax.__path__.insert(0, str(directory))
+    importlib.invalidate_caches()
+    try:
+        copy = importlib.import_module(name)
+        assert str(directory) in copy.__file__
+        if room == "cpu":
+            ops.cpu = copy
+        else:  # a faulty kernel must not take this process down with it
+            launch = importlib.import_module(f"{name}.launch")
+            launch._launch = canaries.guarded(launch)
+        yield
+    finally:
+        rowmax.__path__.remove(str(directory))
+        for key in [key for key in sys.modules if key == name or key.startswith(name + ".")]:
+            del sys.modules[key]
+        sys.modules.update(original)
+        ops.cpu = cpu
+        if attribute is not None:
+            setattr(rowmax, room, attribute)
+        choose.cache_clear()
+
+
+def killed_by(cases, plan):
+    """The first case that notices, and how; None if all are content."""
+    for text, kind, layout, lengths in cases:
+        try:
+            report = testing.check(Problem.parse(text), kind, layout=layout, lengths=lengths, plan=plan)
+        except Exception as error:
+            return f"'{text}' {kind}: {type(error).__name__}"
+        if not report.ok:
+            return str(report)
+    return None
+
+
+@pytest.fixture
+def interpreted():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the kernels are mutated in the interpreter")
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", KERNEL_MUTANTS)
+def test_kernel_mutant_is_killed(name, tmp_path):
+    with replaced("kernels", [KERNEL_MUTANTS[name]], tmp_path):
+        assert killed_by(CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_kernels_themselves_live(tmp_path):
+    with replaced("kernels", [], tmp_path):
+        assert killed_by(CASES, KERNEL_PLAN) is None
+
+
+@pytest.mark.parametrize("name", CPU_MUTANTS)
+def test_cpu_mutant_is_killed(name, tmp_path):
+    with replaced("cpu", [CPU_MUTANTS[name]], tmp_path):
+        assert killed_by(CASES, CPU_PLAN), f"the mutant '{name}' lives"
+
+
+def test_the_cpu_path_itself_lives(tmp_path):
+    with replaced("cpu", [], tmp_path):
+        assert killed_by(CASES, CPU_PLAN) is None
