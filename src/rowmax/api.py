@@ -5,7 +5,7 @@ from typing import Optional, Union
 import torch
 
 from rowmax.errors import ProblemError
-from rowmax.ops import FORWARD
+from rowmax.ops import FORWARD, forward_below_autograd, in_forward_mode
 from rowmax.plan import Plan
 
 Window = tuple[Optional[int], Optional[int]]
@@ -115,6 +115,9 @@ def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ProblemError(f"merge needs as many outputs as LSEs, at least one; got {len(outs)} and {len(lses)}.")
+    for tensor in (*outs, *lses):
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"merge needs sequences of tensors; got {type(tensor).__name__} in one.")
     for out, lse in zip(outs, lses, strict=True):
         want = (*out.shape[:-3], out.shape[-2], out.shape[-3]) if out.dim() in (3, 4) else None
         if out.shape != outs[0].shape or tuple(lse.shape) != want:
@@ -142,13 +145,18 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
             raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
     left, right = _band(causal, window)
     device = q.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
-    need_lse = return_lse or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    need_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = scale if scale is None or type(scale) is float else _number("scale", scale)
+    dispatched = need_grad or torch.compiler.is_compiling() or in_forward_mode()
+    forward = FORWARD if dispatched else forward_below_autograd
+    max_q, max_k = _hint("max_seqlen_q", max_q), _hint("max_seqlen_k", max_k)
     preferred = "" if plan is None else str(plan)
-    out, lse = FORWARD(need_lse, q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, preferred)
+    out, lse = forward(
+        return_lse or need_grad, q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, preferred
+    )
     return (out, lse) if return_lse else out
 
 
@@ -166,6 +174,13 @@ def _band(causal: bool, window: Optional[Window]) -> Window:
     if causal and right is not None and right < 0:
         raise ProblemError(f"window must be None for no limit or a distance of at least 0 on each side; got {window!r}.")
     return left, (0 if causal else right)
+
+
+def _hint(name: str, value) -> Optional[int]:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+        fix = "For a tensor, call .item() once."
+        raise ProblemError(f"{name} must be an integer or None; got {type(value).__name__}. {fix}")
+    return value
 
 
 def _number(name: str, value) -> float:

@@ -24,7 +24,8 @@ CANDIDATES = {"aten": cpu.ATEN, "tiled": cpu.TILED, "q_outer": portable}
 class Plan:
     """Attributes:
     algorithm: a name in `CANDIDATES`.
-    tiles: forward: one; backward: the tile of the dQ kernel, then that of the dK/dV kernel (CPU: one).
+    tiles: forward: one; backward: the tile of the dQ kernel, then that of the dK/dV kernel, or one for dK and one for dV,
+        which then run apart (CPU: one).
     reason: why this candidate and these tiles, with the measurement where there is one.
     refusals: `(candidate, reason)` for each candidate that was passed over.
     """
@@ -51,8 +52,8 @@ def plan(problem: Problem, device: Device, *, direction: Direction = "forward", 
     """The plan for one direction of `problem` on `device`.
 
     Args:
-        prefer: "" for the best candidate; an algorithm's name; or a whole `str(Plan)`, whose tiles are then used as they
-            are (forward only: the backward takes the algorithm's name from it).
+        prefer: "" for the best candidate; an algorithm's name; or a whole plan's spelling, whose tiles are then used as they
+            are: the first for the forward, the others for the backward (see `Plan.tiles`).
 
     Raises:
         Unsupported: no candidate, or not the preferred one, can run it; lists every candidate's reason.
@@ -69,7 +70,9 @@ def plan(problem: Problem, device: Device, *, direction: Direction = "forward", 
             refusals[name] = reason
             continue
         tiles, why = candidate.tiles(problem, device, direction)
-        if wanted and wanted.tiles and direction == "forward":
-            tiles, why = wanted.tiles, "tiles as asked for"
+        given = wanted.tiles if wanted else ()
+        given = given[:1] if direction == "forward" else given[1:]
+        if given:
+            tiles, why = given, "tiles as asked for"
         return Plan(name, tiles, why, tuple(refusals.items()))
     raise Unsupported(f"nothing here runs the {direction} of '{problem}' on {device.name}:", refusals)

@@ -17,21 +17,20 @@ class Tile:
     warps: int = 0
     stages: int = 0
     descriptors: bool = False  # K/V through TMA descriptors made on the device
-    specialize: bool = False  # Triton's own warp specialisation
 
     def __str__(self) -> str:
         words = [f"{self.block_m}x{self.block_n}"]
         if self.warps:
             words += [f"w{self.warps}", f"s{self.stages}"]
-        return " ".join(words + ["tma"] * self.descriptors + ["ws"] * self.specialize)
+        return " ".join(words + ["tma"] * self.descriptors)
 
     @classmethod
     def parse(cls, text: str) -> "Tile":
-        """The inverse of `str`: `128x128 w8 s2 tma ws`."""
+        """The inverse of `str`: `128x128 w8 s2 tma`."""
         size, *words = text.split()
         block_m, block_n = size.split("x")
         number = {word[0]: int(word[1:]) for word in words if word[1:].isdigit()}
-        return cls(int(block_m), int(block_n), number.get("w", 0), number.get("s", 0), "tma" in words, "ws" in words)
+        return cls(int(block_m), int(block_n), number.get("w", 0), number.get("s", 0), "tma" in words)
 
 
 def key_ranges(row: int, rows: int, len_q: int, len_k: int, block_n: int, band: Band) -> tuple[int, int, int, int]:

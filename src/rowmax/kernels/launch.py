@@ -1,0 +1,177 @@
+"""Plan and operands to arguments, grid and launch: the only place that launches a kernel.
+
+`*_call` functions are pure: they give `(kernel, grid, arguments, options)` from tensors of any device, so that tests compile
+exactly what is launched, for any GPU, without one.
+"""
+
+import torch
+import triton
+
+from rowmax.kernels.triton.backward import delta_kernel, key_kernel, query_kernel
+from rowmax.kernels.triton.forward import forward_kernel
+from rowmax.numerics import LOG2E
+from rowmax.plan import Plan
+from rowmax.plan.tile import Tile
+from rowmax.problem import Operands, Problem
+
+MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
+DELTA_ROWS = 64  # rows a program of the delta kernel: bound by memory, any size does
+
+
+def forward(problem: Problem, operands: Operands, plan: Plan, need_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)`; without `need_lse` the LSE is not stored and an empty tensor stands for it."""
+    out_shape, lse_shape = problem.outputs()
+    q = operands.q
+    empty = problem.packed or not _has_work(problem)  # rows outside every sequence are written by nobody
+    out = q.new_zeros(out_shape) if empty else q.new_empty(out_shape)
+    lse_shape = lse_shape if need_lse else (0,)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if empty:
+        lse.fill_(-torch.inf)
+    if _has_work(problem):
+        _launch(q.device, forward_call(problem, operands, plan.tiles[0], out, lse if need_lse else None))
+    return out, lse
+
+
+def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
+    """`(dq, dk, dv)`; a gradient that is not needed is an empty tensor, and its kernel does not run if none of its results is."""
+    empty = problem.packed or not _has_work(problem)
+    make = torch.zeros if empty else torch.empty
+    need_q, need_k, need_v = needs
+    q, k, v = operands[:3]
+    device = q.device
+    dq, dk, dv = (
+        make(t.shape if need else (0,), dtype=t.dtype, device=device) for t, need in zip((q, k, v), needs, strict=True)
+    )
+    if not _has_work(problem):
+        return dq, dk, dv
+    if grad_out is not None and grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    delta = torch.empty_like(lse)
+    _launch(device, delta_call(problem, out, grad_out, grad_lse, delta))
+    query_tile, *key_tiles = plan.tiles
+    if need_q:
+        _launch(device, query_call(problem, operands, query_tile, grad_out, lse, delta, dq))
+    if need_k and need_v and len(key_tiles) == 1:
+        _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse, delta, dk, dv))
+    else:
+        if need_k:
+            _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse, delta, dk, None))
+        if need_v:
+            _launch(device, key_call(problem, operands, key_tiles[-1], grad_out, lse, delta, None, dv))
+    return dq, dk, dv
+
+
+def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse):
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    tiles = _row_tiles(problem, problem.len_q, tile.block_m)
+    prescale = problem.scale <= 0
+    arguments = (
+        *(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, _strides(q), _strides(k), _strides(v), _strides(out)),
+        *(problem.scale * LOG2E, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors),
+    )
+    return forward_kernel, _programs(problem, tiles, problem.heads_q), arguments, tile
+
+
+def delta_call(problem: Problem, out, grad_out, grad_lse, delta):
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    tiles = -(-problem.len_q // DELTA_ROWS)
+    arguments = (
+        *(out, grad_out, grad_lse, delta, _strides(out), _strides(out if grad_out is None else grad_out)),
+        *(problem.heads_q, tiles, problem.len_q, problem.dim_v, DELTA_ROWS, _padded(problem.dim_v)),
+    )
+    return delta_kernel, _programs(problem, tiles, problem.heads_q), arguments, Tile(DELTA_ROWS, 1, 4, 1)
+
+
+def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dq):
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    tiles = _row_tiles(problem, problem.len_q, tile.block_m)
+    strides = (_strides(q), _strides(k), _strides(v), _strides(q if grad_out is None else grad_out), _strides(dq))
+    arguments = (
+        *(q, k, v, grad_out, dq, lse, delta, cu_seqlens_q, cu_seqlens_k, *strides),
+        *(problem.scale, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(*_constants(problem, tile), tile.stages, tile.descriptors),
+    )
+    return query_kernel, _programs(problem, tiles, problem.heads_q), arguments, tile
+
+
+def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dk, dv):
+    """dK and dV; one of them may be None."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    tiles = _row_tiles(problem, problem.len_k, tile.block_n)
+    do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
+    strides = tuple(_strides(t) for t in (q, k, v, do, dk_like, dv_like))
+    arguments = (
+        *(q, k, v, grad_out, dk, dv, lse, delta, cu_seqlens_q, cu_seqlens_k, *strides),
+        *(problem.scale, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors),
+    )
+    return key_kernel, _programs(problem, tiles, problem.heads_k), arguments, tile
+
+
+def _has_work(problem: Problem) -> bool:
+    return min(problem.batch, problem.len_q, problem.len_k, problem.heads_q) > 0
+
+
+def _row_tiles(problem: Problem, length: int, block: int) -> int:
+    """Row tiles of one head: of one sequence, or of all packed sequences together (`address.find_sequence`)."""
+    return length // block + problem.batch if problem.packed else -(-length // block)
+
+
+def _programs(problem: Problem, tiles: int, heads: int) -> int:
+    """All in the first grid dimension: the others end at 65,535."""
+    return tiles * heads * (1 if problem.packed else problem.batch)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(batch, row, head); a packed tensor has no batch."""
+    *outer, row, head, _ = tensor.stride()
+    return (outer[0] if outer else 0), row, head
+
+
+def _padded(dim: int) -> int:
+    """Block sizes are powers of two, and the tensor cores take at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _constants(problem: Problem, tile: Tile) -> tuple[int, ...]:
+    dims = (problem.dim_qk, problem.dim_v)
+    return (problem.group, *dims, tile.block_m, tile.block_n, _padded(problem.dim_qk), _padded(problem.dim_v))
+
+
+def _launch(device: torch.device, call) -> None:
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch_here(device, call)
+    else:
+        _launch_here(device, call)
+
+
+# What a build depends on -> the compiled kernel. Triton's own lookup inspects every argument on every call: 21 us for the
+# forward on an H200 host, about half of an eager call.
+_builds: dict = {}
+
+
+def _launch_here(device: torch.device, call) -> None:
+    kernel, programs, arguments, tile = call
+    if tile.descriptors:
+        triton.set_allocator(_scratch)
+    key = (
+        kernel.fn,
+        device,
+        tile,
+        *[(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in arguments],
+    )
+    build = _builds.get(key)
+    if build is None:
+        build = kernel[(programs,)](*arguments, num_warps=tile.warps, num_stages=tile.stages)
+        if len(_builds) < MAX_BUILDS and build is not None:  # None: the interpreter
+            _builds[key] = build
+    else:
+        build[(programs, 1, 1)](*arguments)
+
+
+def _scratch(size: int, alignment: int, stream: "int | None") -> torch.Tensor:
+    """Memory for descriptors that kernels make on the device."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

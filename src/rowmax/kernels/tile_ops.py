@@ -1,0 +1,124 @@
+"""The arithmetic of one tile, without layouts: what the Triton and the Gluon kernels share.
+
+Functions receive tiles and index vectors and never make them (`arange` and `zeros` need a layout under Gluon).
+Rows are queries, cols are keys; `s` are raw scores, `p` their exponentials, `m` the row maximum in units of `s`, `l` the row
+sum, `acc` the output before division. `scale_log2 = scale * log2(e)`, so that exp(scale * s) = exp2(scale_log2 * s).
+"""
+
+import triton
+import triton.language as tl
+
+from rowmax import mask
+
+# Rows and columns of the tiles in which a result that came out NaN is computed once more, with `guarded_dot`.
+GUARD = tl.constexpr(32)
+
+# The type of the marks in `guarded_dot`. Triton 3.6's interpreter multiplies the bits of bf16 tiles as integers.
+MARK = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
+
+# Triton's interpreter refuses a function whose module does not import triton.language; there plain Python does as well.
+_share = (lambda function: function) if triton.knobs.runtime.interpret else triton.jit
+first_key = _share(mask.first_key)
+end_key = _share(mask.end_key)
+first_query = _share(mask.first_query)
+end_query = _share(mask.end_query)
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def key_ranges(row, last, len_k, shift, band, BLOCK_N: tl.constexpr):
+    """Key tiles of rows `[row, last]`: masked in [start, full_start) and [full_end, end), visible to all rows between.
+
+    The same as `plan.tile.key_ranges`. Values are clamped before they are divided: `//` truncates here.
+    """
+    start = clamp(first_key(row, shift, band), 0, len_k) // BLOCK_N * BLOCK_N
+    end = tl.maximum(clamp(end_key(last, shift, len_k, band), 0, len_k), start)
+    full_start = tl.cdiv(clamp(first_key(last, shift, band), 0, len_k), BLOCK_N) * BLOCK_N
+    full_start = clamp(full_start, start, end)
+    full_end = clamp(end_key(row, shift, len_k, band), 0, len_k) // BLOCK_N * BLOCK_N
+    return start, full_start, tl.maximum(full_end, full_start), end
+
+
+@triton.jit
+def query_ranges(col, last, len_q, shift, band, BLOCK_M: tl.constexpr):
+    """Query tiles that see keys `[col, last]`, in the form of `key_ranges`."""
+    start = clamp(first_query(col, shift, band), 0, len_q) // BLOCK_M * BLOCK_M
+    end = tl.maximum(clamp(end_query(last, shift, len_q, band), 0, len_q), start)
+    full_start = tl.cdiv(clamp(first_query(last, shift, band), 0, len_q), BLOCK_M) * BLOCK_M
+    full_start = clamp(full_start, start, end)
+    full_end = clamp(end_query(col, shift, len_q, band), 0, len_q) // BLOCK_M * BLOCK_M
+    return start, full_start, tl.maximum(full_end, full_start), end
+
+
+@triton.jit
+def tiles_of(ranges, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """How many tiles of `ranges` = (start, full_start, full_end, end) need the element mask, or do not."""
+    if MASKED:
+        return tl.cdiv(ranges[1] - ranges[0], BLOCK) + tl.cdiv(ranges[3] - ranges[2], BLOCK)
+    else:
+        return (ranges[2] - ranges[1]) // BLOCK
+
+
+@triton.jit
+def tile_start(turn, ranges, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where tile `turn` of `tiles_of` starts: both edges are one loop, so that the masked body is compiled once."""
+    if MASKED:
+        left = tl.cdiv(ranges[1] - ranges[0], BLOCK)
+        return tl.where(turn < left, ranges[0] + turn * BLOCK, ranges[2] + (turn - left) * BLOCK)
+    else:
+        return ranges[1] + turn * BLOCK
+
+
+@triton.jit
+def visible(rows, cols, len_k, shift, band):
+    """Boolean, broadcast of `rows` and `cols` (pass `rows[:, None], cols[None, :]` or the transpose)."""
+    seen = cols < tl.minimum(end_key(rows, shift, len_k, band), len_k)
+    if band.left is not None:
+        seen = seen & (cols >= first_key(rows, shift, band))
+    return seen
+
+
+@triton.jit
+def online_step(s, m, l, scale_log2):
+    """One tile of the online softmax: `(p, m, l, alpha)`; the caller multiplies its accumulator by `alpha`.
+
+    A row that has seen nothing keeps m = -inf, with the finite pivot 0, so that p = 0 and nothing becomes NaN.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new * scale_log2)
+    p = tl.exp2(s * scale_log2 - tl.expand_dims(pivot, 1))
+    alpha = tl.exp2(m * scale_log2 - pivot)
+    return p, m_new, l * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def finish(acc, m, l, scale_log2):
+    """Deferred normalisation: `(o, lse)`, lse in natural logarithm; rows that saw nothing give 0 and -inf."""
+    empty = l == 0.0
+    l_safe = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m * scale_log2 + tl.log2(l_safe)) * 0.6931471805599453)
+    return acc * tl.expand_dims(1.0 / l_safe, 1), lse
+
+
+@triton.jit
+def score_gradient(p, dp, delta):
+    """dS = P (dP - delta), delta = rowsum(dO O) - dLSE (FlashAttention, appendix B.2); without the scale."""
+    return p * (dp - delta)
+
+
+@triton.jit
+def guarded_dot(a, b, seen, acc):
+    """`acc + a b`, where a non-finite element of b reaches exactly the rows that see it (`seen`, the shape of a).
+
+    `a` is 0 where nothing is seen, but 0 * NaN is NaN, so in a plain product such an element reaches every row of the tile.
+    Here b enters with its non-finite elements set to 0, and a second product, of "sees" with "is non-finite", both times 2^100,
+    overflows to infinity in exactly the rows that see one.
+    """
+    bad = (b != b) | (tl.abs(b) == float("inf"))
+    acc = tl.dot(a.to(b.dtype), tl.where(bad, 0.0, b), acc, input_precision="ieee")
+    huge = 1.2676506e30  # 2^100: its square overflows fp32
+    return tl.dot(tl.where(seen, huge, 0.0).to(MARK), tl.where(bad, huge, 0.0).to(MARK), acc)

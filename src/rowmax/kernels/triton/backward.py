@@ -1,0 +1,291 @@
+"""FlashAttention-2 backward: recompute P from q, k and the LSE; nothing of size N x N was saved.
+
+    delta = rowsum(dO O) - dLSE
+    P = exp(scale S - LSE),  dP = dO V^T,  dS = P (dP - delta)
+    dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
+
+Three kernels: `delta_kernel` (a row each), `query_kernel` (dQ: a program owns a Q tile and walks over keys) and `key_kernel`
+(dK and dV: a program owns a K/V tile of one KV head and walks over the queries of every head in its group). S and dP are
+computed twice, but no accumulator leaves the chip: no atomics, no fp32 dQ in memory, and the sums are in a fixed order, so
+that repeats are bitwise equal. Launched by `kernels/launch.py`.
+Source: Dao, "FlashAttention-2" (2023), algorithm 2; the LSE's gradient enters through delta.
+"""
+
+import triton
+import triton.language as tl
+
+from rowmax.kernels.address import group_source, head_base, load_member, load_tile, locate, source, store_tile
+from rowmax.kernels.tile_ops import GUARD, guarded_dot, key_ranges, query_ranges, score_gradient, tile_start, tiles_of, visible
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def delta_kernel(
+    o_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
+    dlse_ptr, delta_ptr,  # fp32 [B, H, T] or [H, T], contiguous; dlse_ptr None: no gradient
+    o_strides, do_strides, heads, tiles, len_q,
+    DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    row = pid % tiles * BLOCK_M
+    head = pid // tiles % heads
+    b = pid // (tiles * heads)
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    if do_ptr is not None:
+        o = load_tile(head_base(o_ptr, o_strides, b, 0, head), row, o_strides[1], len_q, DIM, BLOCK_M, BLOCK_D, True)
+        do = load_tile(head_base(do_ptr, do_strides, b, 0, head), row, do_strides[1], len_q, DIM, BLOCK_M, BLOCK_D, True)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    rows = row + tl.arange(0, BLOCK_M)
+    base = (b.to(tl.int64) * heads + head) * len_q
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + base + rows, mask=rows < len_q, other=0.0)
+    tl.store(delta_ptr + base + rows, delta, mask=rows < len_q)
+
+
+@triton.jit
+def _walk_keys(
+    dq, q, do, lse_log2, delta, k_source, v_source, k_stride, v_stride, ranges, row, len_k, shift, band, scale_log2,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ / scale of one Q tile, over the key tiles that need the element mask, or over the others."""
+    for turn in tl.range(0, tiles_of(ranges, BLOCK_N, MASKED), num_stages=STAGES):
+        col = tile_start(turn, ranges, BLOCK_N, MASKED)
+        k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
+        v = load_tile(v_source, col, v_stride, len_k, DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
+        s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        p = tl.exp2(s * scale_log2 - lse_log2[:, None])
+        dp = tl.dot(do, v.T, input_precision="ieee")
+        ds = score_gradient(p, dp, delta[:, None])
+        if MASKED:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            seen = visible(rows[:, None], cols[None, :], len_k, shift, band)
+            ds = tl.where(seen, ds, 0.0)
+        if GUARDED:
+            dq = guarded_dot(ds, k, seen, dq)
+        else:
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def _store_guarded_dq(
+    q_base, k_base, v_base, do_base, dq_base, lse_base, delta_base, q_stride, k_stride, v_stride, do_stride, dq_stride, row, last,
+    len_q, len_k, shift, band, scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Rows `[row, last]` of dQ once more, with `guarded_dot`; see `_store_guarded` of the forward."""
+    zero = len_k * 0
+    for piece in range(row, last + 1, GUARD):
+        rows = piece + tl.arange(0, GUARD)
+        q = load_tile(q_base, piece, q_stride, len_q, DIM, GUARD, BLOCK_D, True)
+        if do_base is None:
+            do = tl.zeros([GUARD, BLOCK_DV], q.dtype)
+        else:
+            do = load_tile(do_base, piece, do_stride, len_q, DIM_V, GUARD, BLOCK_DV, True)
+        lse_log2 = tl.load(lse_base + rows, mask=rows < len_q, other=float("inf")) * LOG2E
+        delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
+        dq = tl.zeros([GUARD, BLOCK_D], tl.float32)
+        dq = _walk_keys(
+            dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift, band,
+            scale * LOG2E, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
+        )  # fmt: skip
+        store_tile(dq_base, dq * scale, piece, dq_stride, len_q, DIM, GUARD, BLOCK_D)
+
+
+@triton.jit
+def query_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
+    dq_ptr, lse_ptr, delta_ptr,  # dq as q; fp32 [B, H, len_q] or [H, len_q]
+    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    q_strides, k_strides, v_strides, do_strides, dq_strides,  # (batch, row, head)
+    scale, band, batch, heads, tiles, len_q, len_k,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """dQ."""
+    total_q = len_q
+    row, head, b, begin_q, len_q, begin_k, len_k = locate(
+        tl.program_id(0), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, BLOCK_M
+    )
+    if row >= len_q:
+        return
+    shift = len_k - len_q
+    b = tl.cast(b, tl.int32)
+    scale_log2 = scale * LOG2E
+    k_base = head_base(k_ptr, k_strides, b, begin_k, head // GROUP)
+    v_base = head_base(v_ptr, v_strides, b, begin_k, head // GROUP)
+    q_base = head_base(q_ptr, q_strides, b, begin_q, head)
+    q = load_tile(q_base, row, q_strides[1], len_q, DIM, BLOCK_M, BLOCK_D, True)
+    if do_ptr is None:
+        do_base = None
+        do = tl.zeros([BLOCK_M, BLOCK_DV], q.dtype)
+    else:
+        do_base = head_base(do_ptr, do_strides, b, begin_q, head)
+        do = load_tile(do_base, row, do_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV, True)
+    rows = row + tl.arange(0, BLOCK_M)
+    base = (b.to(tl.int64) * heads + head) * total_q + begin_q
+    lse_log2 = tl.load(lse_ptr + base + rows, mask=rows < len_q, other=float("inf")) * LOG2E
+    delta = tl.load(delta_ptr + base + rows, mask=rows < len_q, other=0.0)
+    k_source = source(k_base, k_strides[1], len_k, DIM, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    v_source = source(v_base, v_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV, DESCRIPTORS)
+
+    last = tl.minimum(row + BLOCK_M, len_q) - 1
+    ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq = _walk_keys(
+        dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
+        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, STAGES,
+    )  # fmt: skip
+    dq = _walk_keys(
+        dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
+        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
+    )  # fmt: skip
+    bad = tl.max(tl.max((dq != dq).to(tl.int32), 1), 0)
+    dq_base = head_base(dq_ptr, dq_strides, b, begin_q, head)
+    store_tile(dq_base, dq * scale, row, dq_strides[1], len_q, DIM, BLOCK_M, BLOCK_D)
+    if bad > 0:  # perhaps a NaN or infinity of K that not every row sees
+        tl.debug_barrier()
+        _store_guarded_dq(
+            q_base, k_base, v_base, do_base, dq_base, lse_ptr + base, delta_ptr + base, q_strides[1], k_strides[1], v_strides[1],
+            do_strides[1], dq_strides[1], row, last, len_q, len_k, shift, band, scale, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
+    band, scale_log2,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, MASKED: tl.constexpr,
+    GUARDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK / scale and dV of one K/V tile over the masked or the other query tiles of every head in the group, in one loop.
+
+    Scores are transposed, [BLOCK_N, BLOCK_M], so that P and dS are at once the left operands of dV and dK.
+    """
+    tiles = tiles_of(ranges, BLOCK_M, MASKED)
+    for turn in tl.range(0, GROUP * tiles, num_stages=STAGES):
+        member = turn // tiles if GROUP > 1 else 0
+        row = tile_start(turn - member * tiles, ranges, BLOCK_M, MASKED)
+        if scale_log2 == float("inf"):  # never: a use of dk here makes Triton wait for last turn's product inside the turn.
+            if WANT_DK:  # Without it the product stays in flight over the back edge, and ptxas serialises every wgmma (C7515).
+                dk = dk * 2.0
+            else:
+                dv = dv * 2.0
+        rows = row + tl.arange(0, BLOCK_M)
+        row_base = tl.cast(member, tl.int64) * total_q
+        q = load_member(q_source, member, row, q_strides, len_q, DIM, BLOCK_M, BLOCK_D, MASKED)  # [BLOCK_M, BLOCK_D]
+        s = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+        if MASKED:  # a row past the end: LSE inf, so that P = 0
+            lse_log2 = tl.load(lse_base + row_base + rows, mask=rows < len_q, other=float("inf")) * LOG2E
+        else:
+            lse_log2 = tl.load(lse_base + row_base + rows) * LOG2E
+        p = tl.exp2(s * scale_log2 - lse_log2[None, :])
+        if MASKED:
+            cols = col + tl.arange(0, BLOCK_N)
+            seen = visible(rows[None, :], cols[:, None], len_k, shift, band) & (rows < len_q)[None, :]
+            p = tl.where(seen, p, 0.0)
+        if do_source is not None:
+            do = load_member(do_source, member, row, do_strides, len_q, DIM_V, BLOCK_M, BLOCK_DV, MASKED)
+        if WANT_DK:
+            dp = 0.0 if do_source is None else tl.dot(v, do.T, input_precision="ieee")
+            if MASKED:  # loaded late: it is needed late, and registers are short
+                delta = tl.load(delta_base + row_base + rows, mask=rows < len_q, other=0.0)
+            else:
+                delta = tl.load(delta_base + row_base + rows)
+            ds = score_gradient(p, dp, delta[None, :])
+            if MASKED:
+                ds = tl.where(seen, ds, 0.0)
+        if WANT_DV and do_source is not None:
+            if GUARDED:
+                dv = guarded_dot(p, do, seen, dv)
+            else:
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        if WANT_DK:
+            if GUARDED:
+                dk = guarded_dot(ds, q, seen, dk)
+            else:
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def key_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
+    dk_ptr, dv_ptr, lse_ptr, delta_ptr,  # dk as k, dv as v; fp32 [B, H, len_q] or [H, len_q]
+    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,  # (batch, row, head)
+    scale, band, batch, heads, tiles, len_q, len_k,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV, or one of them: together they share the scores, apart each has the registers to itself."""
+    total_q = len_q
+    col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
+        tl.program_id(0), cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, tiles, len_k, len_q, BLOCK_N
+    )
+    if col >= len_k:
+        return
+    shift = len_k - len_q
+    b = tl.cast(b, tl.int32)
+    scale_log2 = scale * LOG2E
+    k = load_tile(head_base(k_ptr, k_strides, b, begin_k, kv_head), col, k_strides[1], len_k, DIM, BLOCK_N, BLOCK_D, True)
+    v = load_tile(head_base(v_ptr, v_strides, b, begin_k, kv_head), col, v_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV, True)
+    first_head = kv_head * GROUP
+    row_base = (b.to(tl.int64) * heads + first_head) * total_q + begin_q
+    lse_base = lse_ptr + row_base
+    delta_base = delta_ptr + row_base
+    q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
+    q_source = group_source(q_base, q_strides, len_q, GROUP, DIM, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    if do_ptr is None:
+        do_base = None
+        do_source = None
+    else:
+        do_base = head_base(do_ptr, do_strides, b, begin_q, first_head)
+        do_source = group_source(do_base, do_strides, len_q, GROUP, DIM_V, BLOCK_M, BLOCK_DV, DESCRIPTORS)
+
+    last = tl.minimum(col + BLOCK_N, len_k) - 1
+    ranges = query_ranges(col, last, len_q, shift, band, BLOCK_M)
+    EDGE_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M > 16 else BLOCK_M  # masked tiles need registers for the mask and pointers
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk, dv = _walk_queries(
+        dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
+        band, scale_log2, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False,
+        STAGES,
+    )  # fmt: skip
+    dk, dv = _walk_queries(
+        dk, dv, k, v, q_base, do_base, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
+        band, scale_log2, GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, False, 1,
+    )  # fmt: skip
+    bad = 0
+    if WANT_DK:
+        dk_base = head_base(dk_ptr, dk_strides, b, begin_k, kv_head)
+        store_tile(dk_base, dk * scale, col, dk_strides[1], len_k, DIM, BLOCK_N, BLOCK_D)
+        bad += tl.max(tl.max((dk != dk).to(tl.int32), 1), 0)
+    if WANT_DV:
+        dv_base = head_base(dv_ptr, dv_strides, b, begin_k, kv_head)
+        store_tile(dv_base, dv, col, dv_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV)
+        bad += tl.max(tl.max((dv != dv).to(tl.int32), 1), 0)
+    if bad > 0:  # perhaps a NaN or infinity of Q or dO that not every key is seen by
+        tl.debug_barrier()
+        k_base = head_base(k_ptr, k_strides, b, begin_k, kv_head)
+        v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
+        zero = len_q * 0
+        for piece in range(col, last + 1, GUARD):
+            dk_piece, dv_piece = _walk_queries(
+                tl.zeros([GUARD, BLOCK_D], tl.float32), tl.zeros([GUARD, BLOCK_DV], tl.float32),
+                load_tile(k_base, piece, k_strides[1], len_k, DIM, GUARD, BLOCK_D, True),
+                load_tile(v_base, piece, v_strides[1], len_k, DIM_V, GUARD, BLOCK_DV, True),
+                q_base, do_base, lse_base, delta_base, q_strides, do_strides, (zero, zero, zero, len_q), piece, total_q, len_q,
+                len_k, shift, band, scale_log2,
+                GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
+            )  # fmt: skip
+            if WANT_DK:
+                store_tile(dk_base, dk_piece * scale, piece, dk_strides[1], len_k, DIM, GUARD, BLOCK_D)
+            if WANT_DV:
+                store_tile(dv_base, dv_piece, piece, dv_strides[1], len_k, DIM_V, GUARD, BLOCK_DV)

@@ -1,0 +1,119 @@
+"""FlashAttention-2 forward: Q tile outside, K/V tiles inside, one program a (Q tile, head, sequence).
+
+    m = rowmax(S),  l = rowsum(exp(S - m)),  O = exp(S - m) V / l,  LSE = m + log l
+
+m and l are kept for the running prefix of keys (online softmax), O is divided by l once at the end, and one number a row,
+the LSE, is all that the backward needs. Launched by `kernels/launch.py`.
+Source: Dao, "FlashAttention-2" (2023), algorithm 1.
+"""
+
+import triton
+import triton.language as tl
+
+from rowmax.kernels.address import head_base, load_tile, locate, source, store_tile
+from rowmax.kernels.tile_ops import GUARD, finish, guarded_dot, key_ranges, online_step, tile_start, tiles_of, visible
+
+
+@triton.jit
+def _walk(
+    acc, m, l, q, k_source, v_source, k_stride, v_stride, ranges, row, len_k, shift, band, scale_log2,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The one loop body: over the key tiles that need the element mask, or over the others."""
+    for turn in tl.range(0, tiles_of(ranges, BLOCK_N, MASKED), num_stages=STAGES):
+        col = tile_start(turn, ranges, BLOCK_N, MASKED)
+        k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if PRESCALE:
+            s = s * scale_log2
+        if MASKED:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            seen = visible(rows[:, None], cols[None, :], len_k, shift, band)
+            s = tl.where(seen, s, float("-inf"))
+        p, m, l, alpha = online_step(s, m, l, 1.0 if PRESCALE else scale_log2)
+        acc = acc * alpha[:, None]
+        v = load_tile(v_source, col, v_stride, len_k, DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
+        if GUARDED:
+            acc = guarded_dot(p, v, seen, acc)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, m, l
+
+
+@triton.jit
+def _store_guarded(
+    q_base, k_base, v_base, o_base, q_stride, k_stride, v_stride, o_stride, row, last, len_q, len_k, shift, band, scale_log2,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr,
+):  # fmt: skip
+    """Rows `[row, last]` of O once more, with `guarded_dot`, in pieces so small that they cost the kernel no registers."""
+    zero = len_k * 0
+    for piece in range(row, last + 1, GUARD):
+        q = load_tile(q_base, piece, q_stride, len_q, DIM, GUARD, BLOCK_D, True)
+        m = tl.full([GUARD], float("-inf"), tl.float32)
+        l = tl.zeros([GUARD], tl.float32)
+        acc = tl.zeros([GUARD, BLOCK_DV], tl.float32)
+        acc, m, l = _walk(
+            acc, m, l, q, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift, band, scale_log2,
+            DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, PRESCALE, True, True, 1,
+        )  # fmt: skip
+        o, _ = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
+        store_tile(o_base, o, piece, o_stride, len_q, DIM_V, GUARD, BLOCK_DV)
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr,  # [B, T, H, D] or [T, H, D]
+    o_ptr,  # as q, with DIM_V
+    lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
+    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
+    scale_log2, band, batch, heads, tiles, len_q, len_k,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """`PRESCALE`: scores are scaled before the maximum is taken, as a scale <= 0 requires; otherwise inside the exponential."""
+    total_q = len_q
+    row, head, b, begin_q, len_q, begin_k, len_k = locate(
+        tl.program_id(0), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, BLOCK_M
+    )
+    if row >= len_q:
+        return
+    shift = len_k - len_q
+    b = tl.cast(b, tl.int32)
+    k_base = head_base(k_ptr, k_strides, b, begin_k, head // GROUP)
+    v_base = head_base(v_ptr, v_strides, b, begin_k, head // GROUP)
+    q_base = head_base(q_ptr, q_strides, b, begin_q, head)
+    q = load_tile(q_base, row, q_strides[1], len_q, DIM, BLOCK_M, BLOCK_D, True)
+    k_source = source(k_base, k_strides[1], len_k, DIM, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    v_source = source(v_base, v_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV, DESCRIPTORS)
+
+    last = tl.minimum(row + BLOCK_M, len_q) - 1
+    ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc, m, l = _walk(
+        acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
+        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, False, False, STAGES,
+    )  # fmt: skip
+    acc, m, l = _walk(
+        acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
+        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
+    )  # fmt: skip
+    bad = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+    o, lse = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
+    o_base = head_base(o_ptr, o_strides, b, begin_q, head)
+    store_tile(o_base, o, row, o_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV)
+    if lse_ptr is not None:
+        rows = row + tl.arange(0, BLOCK_M)
+        lse_base = lse_ptr + (b.to(tl.int64) * heads + head) * total_q + begin_q
+        tl.store(lse_base + rows, lse, mask=rows < len_q)
+    if bad > 0:  # perhaps a NaN or infinity of V that not every row sees
+        tl.debug_barrier()
+        _store_guarded(
+            q_base, k_base, v_base, o_base, q_strides[1], k_strides[1], v_strides[1], o_strides[1], row, last, len_q, len_k,
+            shift, band, scale_log2, DIM, DIM_V, BLOCK_D, BLOCK_DV, PRESCALE,
+        )  # fmt: skip
