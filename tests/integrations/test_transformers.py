@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,18 +43,27 @@ IDS = torch.randint(2, 97, (BATCH, LENGTH), generator=torch.Generator().manual_s
 LEFT, RIGHT = torch.ones_like(IDS), torch.ones_like(IDS)
 LEFT[1, :3], RIGHT[0, -5:] = 0, 0
 MASKS = {"none": None, "left": LEFT, "right": RIGHT}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PACKED = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 7), (8, 1, 3))])
 
 
 @functools.cache
-def build(name: str):
+def build(name: str, device: str = "cpu"):
     torch.manual_seed(1)
-    return MODELS[name]().eval()
+    return MODELS[name]().eval().to(device)
+
+
+@pytest.fixture(params=DEVICES)
+def data(request):
+    """The module's inputs on the device under test."""
+    ids, left, right, packed = (tensor.to(request.param) for tensor in (IDS, LEFT, RIGHT, PACKED))
+    masks = {"none": None, "left": left, "right": right}
+    return SimpleNamespace(device=request.param, ids=ids, left=left, packed=packed, masks=masks)
 
 
 @pytest.fixture(params=MODELS)
-def model(request):
-    return build(request.param)
+def model(request, data):
+    return build(request.param, data.device)
 
 
 def both(model, function):
@@ -76,32 +86,32 @@ def assert_equal(model, function, rows=None):
 
 
 @pytest.mark.parametrize("padding", MASKS)
-def test_prefill(model, padding):
-    mask = MASKS[padding]
+def test_prefill(model, data, padding):
+    mask = data.masks[padding]
     rows = None if mask is None else mask.bool()
-    assert_equal(model, lambda: model(IDS, attention_mask=mask).logits, rows)
+    assert_equal(model, lambda: model(data.ids, attention_mask=mask).logits, rows)
 
 
-def test_power(model):
+def test_power(model, data):
     """Dropping the padding mask, or the packing, moves the logits by far more than the comparisons above allow."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        plain, padded = model(IDS).logits, model(IDS, attention_mask=LEFT).logits
-        packed = model(IDS, position_ids=PACKED, use_cache=False).logits
-        unpacked = model(IDS, position_ids=PACKED, attention_mask=torch.ones_like(IDS), use_cache=False).logits
+        plain, padded = model(data.ids).logits, model(data.ids, attention_mask=data.left).logits
+        packed = model(data.ids, position_ids=data.packed, use_cache=False).logits
+        unpacked = model(data.ids, position_ids=data.packed, attention_mask=torch.ones_like(data.ids), use_cache=False).logits
     assert (plain - padded)[1, 3:].abs().max() > 0.01
     assert (packed - unpacked).abs().max() > 0.01
 
 
-def test_a_row_of_padding_only(model):
-    mask = LEFT.clone()
+def test_a_row_of_padding_only(model, data):
+    mask = data.left.clone()
     mask[0] = 0
-    assert_equal(model, lambda: model(IDS, attention_mask=mask).logits, mask.bool())
+    assert_equal(model, lambda: model(data.ids, attention_mask=mask).logits, mask.bool())
 
 
-def test_packed_positions(model):
-    assert_equal(model, lambda: model(IDS, position_ids=PACKED, use_cache=False).logits)
-    assert_equal(model, lambda: model(IDS[:1], position_ids=PACKED[:1], use_cache=False).logits)
+def test_packed_positions(model, data):
+    assert_equal(model, lambda: model(data.ids, position_ids=data.packed, use_cache=False).logits)
+    assert_equal(model, lambda: model(data.ids[:1], position_ids=data.packed[:1], use_cache=False).logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -122,11 +132,11 @@ def test_flattening_collator(name):
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=["grow", "static", "beams"])
-def test_generate(model, padding, options):
+def test_generate(model, data, padding, options):
     def generate():
         result = model.generate(
-            IDS,
-            attention_mask=MASKS[padding],
+            data.ids,
+            attention_mask=data.masks[padding],
             max_new_tokens=8,
             do_sample=False,
             return_dict_in_generate=True,
@@ -142,8 +152,8 @@ def test_generate(model, padding, options):
 
 @pytest.mark.parametrize("static", [False, True], ids=["grow", "static"])
 @pytest.mark.parametrize("padding", MASKS)
-def test_prefill_in_chunks(model, padding, static):
-    mask = MASKS[padding]
+def test_prefill_in_chunks(model, data, padding, static):
+    mask = data.masks[padding]
 
     def forward():
         cache = (
@@ -154,26 +164,26 @@ def test_prefill_in_chunks(model, padding, static):
         outs = []
         for start, end in ((0, 5), (5, 9), (9, 12)):
             seen = None if mask is None else mask[:, :end]
-            outs.append(model(IDS[:, start:end], attention_mask=seen, **{CACHE: cache}).logits)
+            outs.append(model(data.ids[:, start:end], attention_mask=seen, **{CACHE: cache}).logits)
         return torch.cat(outs, 1)
 
     assert_equal(model, forward, None if mask is None else mask.bool())
 
 
 @pytest.mark.parametrize("case", ["plain", "left", "right", "packed"])
-def test_gradients(model, case):
-    labels, inputs = IDS.clone(), {"use_cache": False}
+def test_gradients(model, data, case):
+    labels, inputs = data.ids.clone(), {"use_cache": False}
     if case == "packed":
-        inputs["position_ids"] = PACKED
+        inputs["position_ids"] = data.packed
     elif case != "plain":
-        mask = inputs["attention_mask"] = MASKS[case]
+        mask = inputs["attention_mask"] = data.masks[case]
         labels[mask == 0] = -100
         labels[:, 1:][mask[:, :-1] == 0] = -100  # predicted from a padded position
 
     def gradients():
         model.zero_grad()
         model.train()
-        model(IDS, labels=labels, **inputs).loss.backward()
+        model(data.ids, labels=labels, **inputs).loss.backward()
         model.eval()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -283,28 +293,31 @@ def mask_calls(draw):
     return call
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stored", ["tokens", "heads"])
 @settings(max_examples=150, deadline=None)
 @given(call=mask_calls())
-def test_exactly_the_keys_of_the_dense_mask(stored, call):
+def test_exactly_the_keys_of_the_dense_mask(stored, device, call):
     """Zero queries weigh all visible keys alike, and one-hot values say which they were."""
+    call = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    call["device"] = device
     expected = masks.sdpa_mask(**call, allow_is_causal_skip=False)  # [B, 1, Tq, Tk]
     mask = integration.make_mask(**call)
     assert torch.equal(visible(mask, call, stored), expected & real_queries(call))
 
 
-def visible(mask, call, stored: str, module=None) -> torch.Tensor:
+def visible(mask, call, stored: str) -> torch.Tensor:
     """`[B, 1, Tq, Tk]`: which keys `attend` reads; query heads must agree."""
     batch, len_q, len_k = call["batch_size"], call["q_length"], call["kv_length"]
-    query = torch.zeros(batch, len_q, 4, 8).transpose(1, 2)
-    key, value = torch.zeros(batch, len_k, 2, 8), torch.eye(len_k)[:, None].expand(batch, len_k, 2, len_k).contiguous()
+    with torch.device(call.get("device", "cpu")):
+        query = torch.zeros(batch, len_q, 4, 8).transpose(1, 2)
+        key, value = torch.zeros(batch, len_k, 2, 8), torch.eye(32)[:len_k, None].expand(batch, len_k, 2, 32).contiguous()
     if stored == "heads":  # as a cache does
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
-    module = torch.nn.Module() if module is None else module
-    out, weights = integration.attend(module, query, key.transpose(1, 2), value.transpose(1, 2), mask, scaling=0.5)
+    out, weights = integration.attend(torch.nn.Module(), query, key.transpose(1, 2), value.transpose(1, 2), mask, scaling=0.5)
     assert weights is None
-    assert out.shape == (batch, len_q, 4, len_k)
-    seen = out > 0
+    assert out.shape == (batch, len_q, 4, 32)
+    seen = out[..., :len_k] > 0
     assert torch.equal(seen, seen[:, :, :1].expand_as(seen))
     return seen[:, :, :1].transpose(1, 2)
 
@@ -313,7 +326,7 @@ def real_queries(call) -> torch.Tensor:
     """`[B, 1, Tq, 1]`: queries that are not padding; the others read nothing."""
     padding, past = call.get("attention_mask"), int(call["q_offset"])
     if padding is None:
-        return torch.ones(call["batch_size"], 1, call["q_length"], 1, dtype=torch.bool)
+        return torch.ones(call["batch_size"], 1, call["q_length"], 1, dtype=torch.bool, device=call.get("device"))
     return padding[:, None, past : past + call["q_length"], None]
 
 
@@ -338,6 +351,31 @@ def test_masks_are_small():
     for function in (masks.causal_mask_function, masks.sliding_window_causal_mask_function(1024)):
         mask = integration.make_mask(**long, mask_function=function, attention_mask=padding)
         assert mask.untyped_storage().nbytes() <= 4 * 10 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["tokens", "heads"])
+def test_layers_never_wait_for_the_gpu(stored):
+    """Nor does the mask of a static cache; a mask with padding is read once, and packing once, before the layers."""
+    padding = torch.ones(2, 12, dtype=torch.bool, device="cuda")
+    padding[0, :3] = False
+    ids = torch.arange(12, device="cuda").expand(2, 12) // 5
+    packed = masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(ids))
+    square = {"batch_size": 2, "q_length": 12, "kv_length": 12, "device": "cuda"}
+    static = {"batch_size": 2, "q_length": 3, "kv_length": 16, "q_offset": torch.tensor(9, device="cuda"), "device": "cuda"}
+    calls = [square, {**square, "attention_mask": padding}, {**square, "mask_function": packed}, static]
+    made = [integration.make_mask(**call) for call in calls]
+    for mask, call in zip(made, calls, strict=True):
+        visible(mask, call, stored)  # compiles the kernels
+    for mask, call in zip(made, calls, strict=True):
+        tensors = [torch.randn(2, heads, call[n], 8, device="cuda") for heads, n in ((4, "q_length"), *[(2, "kv_length")] * 2)]
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            integration.attend(torch.nn.Module(), *tensors, mask)
+            if "attention_mask" not in call and "mask_function" not in call:
+                integration.make_mask(**call)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- refused -------------------------------------------------------------------------------------------------------
