@@ -49,13 +49,10 @@ demo: $(READY_DEMO)
 	@$(RUN) -m rowmax demo $(if $(QUESTION),"$$QUESTION") $(ARGS)
 
 test: $(READY)
-	@$(RUN) -c "import torch; print('GPU tier: runs, on', torch.cuda.get_device_name()) if torch.cuda.is_available() else \
-	  print('GPU tier: skipped, no CUDA GPU here; on a machine with one: make test-gpu')"
 	$(RUN) -m pytest $(ARGS)
 
 test-gpu: $(READY)
-	@$(RUN) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu: this PyTorch sees no CUDA GPU')"
-	$(RUN) -m pytest -m gpu $(ARGS)
+	$(RUN) -m pytest -m gpu --require-gpu $(ARGS)
 
 bench: $(READY)
 	$(RUN) benchmarks/run.py $(ARGS)
