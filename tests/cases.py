@@ -11,7 +11,7 @@ from rowmax import Problem, testing
 
 
 class Case(NamedTuple):
-    """`lengths`: (queries, keys) of packed sequences. `large`: only on a GPU. `plan`: overrides the backend's usual one."""
+    """`lengths`: (queries, keys) of packed sequences. `large`: only on a GPU."""
 
     family: str
     problem: Problem
@@ -126,6 +126,13 @@ CASES = _cases()
 # What may be refused. Anything else that a plan refuses is a failure, not a skip.
 ATEN_RUNS = ("b2 h4/2 q64 k64 d64 fp32 causal", "b1 h2 q113 k203 d64 fp32", "b1 h2 q113 k203 d64 fp64")
 INTERPRETED_PAIRS = 2**17  # query-key-head triples that the interpreter finishes in a few seconds
+
+
+def backends(device: str) -> list[str]:
+    """Algorithms that a device has; on the CPU the Triton kernels only where Triton interprets."""
+    if device == "cuda":
+        return ["q_outer"]
+    return ["aten", "tiled", *(["q_outer"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
 
 
 def may_refuse(case: Case, backend: str) -> bool:

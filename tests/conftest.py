@@ -13,8 +13,7 @@ if not HAS_GPU:
 # One thread: the tensors here are small, and many threads on a busy machine only wait for each other.
 torch.set_num_threads(1)
 
-BACKENDS = ["aten", "tiled", *([] if HAS_GPU else ["q_outer"])]
-GPU_BACKENDS = ["q_outer"]
+import cases  # noqa: E402, after the interpreter is on
 
 
 def pytest_addoption(parser):
@@ -24,8 +23,8 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     """`backend, device`: every backend of this machine; those on a GPU carry the mark `gpu`."""
     if {"backend", "device"} <= set(metafunc.fixturenames):
-        here = [pytest.param(name, "cpu", id=name) for name in BACKENDS]
-        gpu = [pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in GPU_BACKENDS]
+        here = [pytest.param(name, "cpu", id=name) for name in cases.backends("cpu")]
+        gpu = [pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in cases.backends("cuda")]
         metafunc.parametrize(("backend", "device"), here + gpu)
 
 

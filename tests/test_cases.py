@@ -3,20 +3,44 @@
 import pytest
 
 import cases
+import run_gpu
 from rowmax.errors import Unsupported
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.id)
-def test_case(case, backend, device):
-    if cases.too_slow(case, backend, device):
-        pytest.skip("too large here; runs on the GPU")
+def pairs(device):
+    return [
+        pytest.param(case, backend, id=f"{backend}-{case.id}")
+        for backend in cases.backends(device)
+        for case in cases.CASES
+        if not cases.too_slow(case, backend, device)
+    ]
+
+
+@pytest.mark.parametrize(("case", "backend"), pairs("cpu"))
+def test_case(case, backend):
     try:
-        report = cases.run(case, backend, device)
+        report = cases.run(case, backend, "cpu")
     except Unsupported as refused:
         if cases.may_refuse(case, backend):
             pytest.skip(refused.refusals.get(backend, str(refused)))
         raise
     assert report.ok, str(report)
+
+
+@pytest.fixture(scope="module")
+def on_the_gpu():
+    """Every case, run in several processes that share the GPU: case index -> result."""
+    return {result.index: result for result in run_gpu.run_cases()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "backend"), pairs("cuda"))
+def test_case_on_a_gpu(case, backend, on_the_gpu):
+    assert backend == run_gpu.BACKEND
+    result = on_the_gpu[cases.CASES.index(case)]
+    if result.refused:
+        pytest.skip("the plan refuses, as it may")
+    assert not result.error, result.error
 
 
 def test_ids_are_unique():

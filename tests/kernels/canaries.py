@@ -4,15 +4,61 @@ A read outside becomes a NaN in a result, or a result that depends on the filler
 Works on a GPU and in the interpreter.
 """
 
+import contextlib
 import math
 
 import torch
 
+from rowmax import Device, plan, testing
+from rowmax.kernels import launch
+
 MARGIN = 4096  # elements on each side: more than a tile
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+# `cu_seqlens` of three sequences in 40 rows that lie.
+HOSTILE = {
+    "decreasing": [0, 30, 10, 40],
+    "beyond the end": [0, 20, 41, 999],
+    "negative": [-5, -1, 20, 40],
+    "starts late": [7, 9, 20, 40],
+    "all at the end": [40, 40, 40, 40],
+    "smallest and largest": [INT_MIN, INT_MAX, INT_MIN, INT_MAX],
+    "largest": [INT_MAX, INT_MAX, INT_MAX, INT_MAX],
+    "smallest": [INT_MIN, INT_MIN, INT_MIN, INT_MIN],
+    "wraps": [0, INT_MAX, INT_MIN, 40],
+    "decreasing by one": [0, 21, 20, 40],
+}
 
 
 class OutOfBounds(AssertionError):
     """A kernel wrote outside its tensors."""
+
+
+def lying(operands, values, side: str, dtype=torch.int32):
+    """The operands with `values` for the `cu_seqlens` of "queries", "keys" or "both"."""
+    cu = torch.tensor(values, dtype=dtype, device=operands.q.device)
+    true = operands.cu_seqlens_q.to(dtype)
+    return operands._replace(cu_seqlens_q=true if side == "keys" else cu, cu_seqlens_k=true if side == "queries" else cu)
+
+
+def run_guarded(problem, operands, prefer: str, filler: float = math.nan):
+    """`(out, lse, dq, dk, dv)` with every launch guarded, below the check of `cu_seqlens`, which reads them on a CPU alone."""
+    device = operands.q.device
+    forward, backward = (plan(problem, Device.of(device), direction=way, prefer=prefer) for way in ("forward", "backward"))
+    with active(filler):
+        out, lse = launch.forward(problem, operands, forward, True)
+        given = testing.cotangents(problem, device=device)
+        return (out, lse, *launch.backward(problem, operands, out, lse, *given, (True, True, True), backward))
+
+
+@contextlib.contextmanager
+def active(filler: float = math.nan):
+    """Inside, every launch is guarded."""
+    original = launch._launch
+    launch._launch = guarded(launch, filler)
+    try:
+        yield
+    finally:
+        launch._launch = original
 
 
 def guarded(launch_module, filler: float = math.nan):

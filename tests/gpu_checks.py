@@ -1,0 +1,256 @@
+"""What only a GPU can show, as plain functions: `test_gpu.py` runs them under pytest, `run_gpu.py` without.
+
+Each raises an AssertionError that says what is wrong.
+"""
+
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from rowmax import Problem, merge, reference, testing
+from rowmax.problem import Operands
+
+sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+import canaries
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def differentiate(problem, operands, grad_out, grad_lse):
+    """`(out, lse, dq, dk, dv)`."""
+    leaves = [t.detach().requires_grad_() for t in operands[:3]]
+    out, lse = testing.attend(problem, operands._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+    return (out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse)))
+
+
+def identical(one, other, message):
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), one, other, strict=True):
+        assert torch.equal(a.nan_to_num(nan=7.25), b.nan_to_num(nan=7.25)), f"{message}: {name} differs"
+
+
+def prepared(text, **options):
+    problem = Problem.parse(text)
+    operands = testing.operands(problem, device="cuda", **options)
+    return problem, operands, testing.cotangents(problem, device="cuda")
+
+
+@check
+def repeats_are_bitwise_equal():
+    """Twenty runs, forward and backward, while another stream keeps the memory busy: a race would show."""
+    noise, other = torch.empty(2**26, device="cuda"), torch.cuda.Stream()
+    for text in (
+        "b4 h16/4 q1024 k1024 d64 bf16 causal",
+        "b8 h8 q3000 k3000 d128 bf16 packed causal",
+        "b2 h8 q700 k900 d64 fp16",
+    ):
+        problem, operands, given = prepared(text)
+        first = differentiate(problem, operands, *given)
+        for _ in range(20):
+            with torch.cuda.stream(other):
+                noise.add_(1.0)
+            identical(differentiate(problem, operands, *given), first, f"a repeat of '{text}'")
+
+
+@check
+def layouts_change_nothing():
+    """Bit for bit, with NaN in every gap."""
+    for text in ("b2 h4/2 q100 k100 d64 fp16 causal", "b3 h4/2 q100 k100 d80 bf16 packed causal"):
+        for layout in ("heads_first", "gaps", "odd", "fused", "broadcast"):
+            problem, operands, (grad_out, grad_lse) = prepared(text, layout=layout)
+            plain = operands._replace(**{name: getattr(operands, name).contiguous() for name in "qkv"})
+            placed = testing.memory.place_one(grad_out, layout)
+            results = differentiate(problem, operands, placed, grad_lse)
+            identical(results, differentiate(problem, plain, grad_out, grad_lse), f"'{text}' {layout}")
+
+
+@check
+def values_that_nobody_sees_have_no_effect():
+    """NaN and infinities in keys outside every window and in queries that see nothing: the rule holds."""
+    for text in ("b1 h2 q100 k300 d64 fp16 window(40,3)", "b2 h4/2 q300 k100 d64 bf16 causal"):
+        problem, operands, given = prepared(text)
+        seen = reference.visible(problem.len_q, problem.len_k, *problem.band, device="cuda")
+        for value in (float("nan"), float("inf")):
+            q, k, v = (t.clone() for t in operands[:3])
+            q[:, ~seen.any(1)], k[:, ~seen.any(0)], v[:, ~seen.any(0)] = value, value, value
+            out, lse, *grads = differentiate(problem, Operands(q, k, v), *given)
+            report = testing.check_forward(problem, operands, out, lse)
+            report = report.merged(testing.check_backward(problem, operands, grads, *given))
+            assert report.ok, str(report)
+
+
+@check
+def errors_do_not_grow_with_the_number_of_keys():
+    """In units of their own bound: at 32 thousand keys at most twice the errors at one thousand."""
+    few = testing.check(Problem.parse("b1 h2 q64 k1024 d128 bf16"), device="cuda")
+    many = testing.check(Problem.parse("b1 h2 q64 k32768 d128 bf16"), device="cuda")
+    assert few.ok, str(few)
+    assert many.ok, str(many)
+    for name, ratio in many.ratios.items():
+        assert ratio <= 2 * max(few.ratios[name], 0.1), f"{name}: {ratio} with 32,768 keys, {few.ratios[name]} with 1,024"
+
+
+@check
+def no_call_waits_for_the_device():
+    """No public call reads device memory back: synchronisation is an error inside."""
+    for text in ("b2 h4/2 q100 k130 d64 bf16 causal", "b3 h4/2 q100 k100 d64 bf16 packed window(9,0)"):
+        problem, operands, given = prepared(text)
+        differentiate(problem, operands, *given)  # builds kernels, which may wait
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out, lse, *_ = differentiate(problem, operands, *given)
+            merge([out, out], [lse, lse])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@check
+def a_captured_graph_replays_with_new_data_and_new_lengths():
+    """Lengths are read on the device: changing `cu_seqlens` in place changes what a replay computes."""
+    problem, operands, _ = prepared("b4 h4/2 q200 k200 d64 bf16 packed causal")
+    differentiate(problem, operands, *testing.cotangents(problem, device="cuda"))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = testing.attend(problem, operands)
+    for seed in (1, 2):
+        fresh = testing.operands(problem, seed=seed, device="cuda")
+        for target, source in zip(operands, fresh, strict=True):
+            target.copy_(source)
+        graph.replay()
+        for name, a, b in zip(("out", "lse"), captured, testing.attend(problem, fresh), strict=True):
+            assert torch.equal(a, b), f"{name} of a replay differs from an eager call"
+
+
+@check
+def two_streams_do_not_share_memory():
+    """The same shapes with different data on two streams, interleaved 200 times."""
+    problem, one, given = prepared("b2 h4 q300 k300 d64 bf16 causal")
+    two = testing.operands(problem, seed=1, device="cuda")
+    want = [differentiate(problem, operands, *given) for operands in (one, two)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results = []
+    for turn in range(200):
+        with torch.cuda.stream(streams[turn % 2]):
+            results.append(differentiate(problem, (one, two)[turn % 2], *given))
+    torch.cuda.synchronize()
+    for turn, result in enumerate(results):
+        identical(result, want[turn % 2], f"turn {turn}")
+
+
+@check
+def lies_in_cu_seqlens_touch_nothing_outside():
+    for name, values in canaries.HOSTILE.items():
+        for side in ("queries", "keys", "both"):
+            for text in ("b3 h2/1 q40 k40 d64 bf16 packed causal", "b3 h2/1 q40 k40 d64 bf16 packed window(3,2)"):
+                problem = Problem.parse(text)
+                operands = canaries.lying(testing.operands(problem, device="cuda"), values, side)
+                out, lse, *_ = canaries.run_guarded(problem, operands, "q_outer")
+                assert not bool(torch.isnan(out).any() | torch.isnan(lse).any()), f"{name}, {side}: memory outside was read"
+
+
+@check
+def neighbours_of_good_calls_are_left_alone():
+    for text in (
+        "b2 h4/2 q130 k257 d72 fp16 causal",
+        "b1 h2 q257 k130 d64/96 bf16 window(60,2)",
+        "b3 h2 q300 k290 d64 bf16 packed",
+    ):
+        for layout in ("contiguous", "gaps", "odd"):
+            problem, operands, given = prepared(text, layout=layout)
+            out, lse, *grads = canaries.run_guarded(problem, operands, "q_outer")
+            report = testing.check_forward(problem, operands, out, lse)
+            report = report.merged(testing.check_backward(problem, operands, grads, *given))
+            assert report.ok, f"{layout}: {report}"
+
+
+@check
+def subsets_of_gradients_are_those_of_all():
+    problem, operands, given = prepared("b2 h4/2 q100 k130 d64 bf16 causal")
+    every = differentiate(problem, operands, *given)[2:]
+    for needed in ((0,), (1,), (2,), (0, 1), (1, 2)):
+        leaves = [t.detach().requires_grad_(i in needed) for i, t in enumerate(operands[:3])]
+        results = testing.attend(problem, operands._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+        torch.autograd.backward(results, given)
+        for i, leaf in enumerate(leaves):
+            report = (
+                None
+                if i not in needed
+                else testing.check_backward(problem, operands, [leaf.grad if j == i else None for j in range(3)], *given)
+            )
+            assert (leaf.grad is None) == (i not in needed), f"input {i} of {needed}"
+            assert report is None or report.ok, str(report)
+        assert 0 not in needed or torch.equal(leaves[0].grad, every[0]), f"dq differs when {needed} need gradients"
+
+
+@check
+def the_result_does_not_depend_on_the_length_hints():
+    problem, operands, given = prepared("b4 h4/2 q300 k300 d64 bf16 packed causal")
+    want = differentiate(problem, operands, *given)
+    for hints in ((1, 1), (300, 300), (10_000, None)):
+        other = problem.with_(max_len_q=hints[0], max_len_k=hints[1])
+        report = testing.check_forward(other, operands, *differentiate(other, operands, *given)[:2])
+        assert report.ok, str(report)
+    assert testing.check_forward(problem, operands, *want[:2]).ok
+
+
+@check
+def a_tensor_on_another_device_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        return
+    problem = Problem.parse("b1 h2 q50 k50 d64 bf16 causal")
+    with torch.cuda.device(0):
+        assert testing.check(problem, device="cuda:1").ok
+
+
+@check
+def fp32_means_fp32():
+    """IEEE products, also where matmuls of the rest of the program may use TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        problem, operands, given = prepared("b1 h1 q128 k128 d32 fp32 causal")
+        out, lse, *grads = differentiate(problem, operands, *given)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    report = testing.check_forward(problem, operands, out, lse)
+    report = report.merged(testing.check_backward(problem, operands, grads, *given))
+    assert report.ok, str(report)
+
+
+@check
+def memory_does_not_grow_over_calls():
+    """A hundred calls of ever new lengths: what is allocated afterwards is what was before."""
+
+    def call(length):
+        problem, operands, given = prepared(f"b2 h4/2 q{length} k{length} d64 bf16 causal")
+        differentiate(problem, operands, *given)
+
+    for length in range(64, 74):
+        call(length)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for length in range(64, 164):
+        call(length)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes were kept"
+
+
+def run_all() -> dict[str, str]:
+    """Name -> what is wrong, or nothing."""
+    results = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc(limit=6)
+    return results

@@ -1,0 +1,142 @@
+"""Every case and every check of the GPU tier, without pytest: worst error over bound for each family, as a table and as JSON.
+
+    python tests/run_gpu.py [--json results.json] [--workers 12] [--family NAME ...]
+
+Builds of kernels take most of the time, on the CPU, so that small cases run in several processes that share the GPU. Exit
+status 1 if anything is wrong. `test_cases.py` and `test_gpu.py` show the same results to pytest.
+"""
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+BACKEND, DEVICE = "q_outer", "cuda"
+
+
+class Result(NamedTuple):
+    """One case: `error` is empty when it is right; `refused` when a plan may refuse it and does."""
+
+    index: int
+    family: str
+    id: str
+    ratios: dict
+    error: str
+    refused: bool
+    seconds: float
+
+
+def run_case(index: int) -> Result:
+    import cases
+    from rowmax import Unsupported
+
+    case, start = cases.CASES[index], time.perf_counter()
+    ratios, error, refused = {}, "", False
+    try:
+        report = cases.run(case, BACKEND, DEVICE)
+        ratios, error = report.ratios, "" if report.ok else str(report)
+    except Unsupported as refusal:
+        refused = cases.may_refuse(case, BACKEND)
+        error = "" if refused else str(refusal)
+    except Exception:
+        error = traceback.format_exc(limit=8)
+    return Result(index, case.family, case.id, ratios, error, refused, time.perf_counter() - start)
+
+
+def run_cases(workers: int = 0, families: tuple[str, ...] = ()) -> Iterator[Result]:
+    """Small cases in `workers` processes (0: as many as there are CPU cores, up to 14), large ones meanwhile in this one."""
+    import cases
+
+    workers = workers or min(os.cpu_count() or 1, 14)
+    chosen = [i for i, case in enumerate(cases.CASES) if not families or case.family in families]
+    small = [i for i in chosen if not cases.CASES[i].large]
+    # Neighbours in the list share builds of kernels; handing out in turn spreads the builds over the processes.
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        waiting = pool.imap_unordered(run_case, small)
+        for index in chosen:
+            if cases.CASES[index].large:
+                yield run_case(index)
+        yield from waiting
+
+
+def summary(results: list[Result]) -> dict:
+    """Family -> number of cases, and the worst ratio of each part of the rule with the case that gave it."""
+    families: dict = {}
+    for result in results:
+        entry = families.setdefault(result.family, {"cases": 0, "refused": 0, "wrong": 0, "worst": {}})
+        entry["cases"] += 1
+        entry["refused"] += result.refused
+        entry["wrong"] += bool(result.error)
+        for part, ratio in result.ratios.items():
+            if ratio >= entry["worst"].get(part, {"ratio": -1.0})["ratio"]:
+                entry["worst"][part] = {"ratio": ratio, "case": result.id}
+    return families
+
+
+def table(families: dict) -> str:
+    parts = ("out", "out rms", "lse", "dq", "dq rms", "dk", "dk rms", "dv", "dv rms")
+    lines = ["family".ljust(12) + "cases wrong " + " ".join(part.rjust(7) for part in parts)]
+    for name, entry in families.items():
+        worst = (f"{entry['worst'][part]['ratio']:7.3f}" if part in entry["worst"] else " " * 7 for part in parts)
+        lines.append(f"{name:12s}{entry['cases']:5d} {entry['wrong']:5d} " + " ".join(worst))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--family", nargs="*", default=())
+    arguments = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("GPU tier: this PyTorch sees no CUDA GPU", file=sys.stderr)
+        return 1
+    import triton
+
+    import gpu_checks
+
+    start = time.perf_counter()
+    results = list(run_cases(arguments.workers, tuple(arguments.family)))
+    families = summary(sorted(results))
+    seconds = time.perf_counter() - start
+    checks = {} if arguments.family else gpu_checks.run_all()
+    wrong = [result for result in results if result.error]
+    for result in wrong:
+        print(f"WRONG {result.family}: {result.id}\n{result.error}\n")
+    for name, error in checks.items():
+        print(f"{'WRONG' if error else 'right'} check: {name}" + (f"\n{error}\n" if error else ""))
+    print(table(families))
+    slowest = sorted(results, key=lambda result: -result.seconds)[:5]
+    print("slowest: " + ", ".join(f"{result.id} {result.seconds:.0f} s" for result in slowest))
+    failed = len(wrong) + sum(bool(error) for error in checks.values())
+    print(f"{len(results)} cases in {seconds:.0f} s and {len(checks)} checks on {torch.cuda.get_device_name()}: {failed} wrong")
+    if arguments.json:
+        document = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "date": datetime.date.today().isoformat(),
+            "seconds": round(seconds, 1),
+            "families": families,
+            "wrong": [result._asdict() for result in wrong],
+            "checks": checks,
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
