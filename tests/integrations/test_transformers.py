@@ -293,17 +293,17 @@ def mask_calls(draw):
     return call
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stored", ["tokens", "heads"])
 @settings(max_examples=150, deadline=None)
 @given(call=mask_calls())
-def test_exactly_the_keys_of_the_dense_mask(stored, device, call):
+def test_exactly_the_keys_of_the_dense_mask(stored, call):
     """Zero queries weigh all visible keys alike, and one-hot values say which they were."""
-    call = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-    call["device"] = device
+    assert_dense(call, stored)
+
+
+def assert_dense(call, stored: str) -> None:
     expected = masks.sdpa_mask(**call, allow_is_causal_skip=False)  # [B, 1, Tq, Tk]
-    mask = integration.make_mask(**call)
-    assert torch.equal(visible(mask, call, stored), expected & real_queries(call))
+    assert torch.equal(visible(integration.make_mask(**call), call, stored), expected & real_queries(call))
 
 
 def visible(mask, call, stored: str) -> torch.Tensor:
@@ -353,29 +353,45 @@ def test_masks_are_small():
         assert mask.untyped_storage().nbytes() <= 4 * 10 * 4
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("stored", ["tokens", "heads"])
-def test_layers_never_wait_for_the_gpu(stored):
-    """Nor does the mask of a static cache; a mask with padding is read once, and packing once, before the layers."""
-    padding = torch.ones(2, 12, dtype=torch.bool, device="cuda")
+def one_of_each(device: str) -> dict[str, dict]:
+    """A call for each form that a mask travels in."""
+    padding = torch.ones(2, 12, dtype=torch.bool, device=device)
     padding[0, :3] = False
-    ids = torch.arange(12, device="cuda").expand(2, 12) // 5
+    ids = torch.arange(12, device=device).expand(2, 12) // 5
     packed = masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(ids))
-    square = {"batch_size": 2, "q_length": 12, "kv_length": 12, "device": "cuda"}
-    static = {"batch_size": 2, "q_length": 3, "kv_length": 16, "q_offset": torch.tensor(9, device="cuda"), "device": "cuda"}
-    calls = [square, {**square, "attention_mask": padding}, {**square, "mask_function": packed}, static]
-    made = [integration.make_mask(**call) for call in calls]
-    for mask, call in zip(made, calls, strict=True):
-        visible(mask, call, stored)  # compiles the kernels
-    for mask, call in zip(made, calls, strict=True):
-        tensors = [torch.randn(2, heads, call[n], 8, device="cuda") for heads, n in ((4, "q_length"), *[(2, "kv_length")] * 2)]
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            integration.attend(torch.nn.Module(), *tensors, mask)
-            if "attention_mask" not in call and "mask_function" not in call:
-                integration.make_mask(**call)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    square = {"batch_size": 2, "q_length": 12, "kv_length": 12, "q_offset": 0, "device": device}
+    return {
+        "plain": square,
+        "window": {**square, "mask_function": masks.sliding_window_causal_mask_function(4)},
+        "padded": {**square, "attention_mask": padding},
+        "packed": {**square, "mask_function": packed},
+        "static": {**square, "q_length": 3, "kv_length": 16, "q_offset": torch.tensor(9, device=device)},
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["plain", "window", "padded", "packed", "static"])
+@pytest.mark.parametrize("stored", ["tokens", "heads"])
+def test_every_form_of_mask(stored, form, device):
+    assert_dense(one_of_each(device)[form], stored)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["plain", "window", "padded", "packed", "static"])
+def test_layers_never_wait_for_the_gpu(form):
+    """Nor does the mask, but where there is padding (read once) or packing (counted once), before the layers."""
+    call = one_of_each("cuda")[form]
+    mask = integration.make_mask(**call)
+    visible(mask, call, "heads")  # compiles the kernels
+    lengths = ((4, call["q_length"]), (2, call["kv_length"]), (2, call["kv_length"]))
+    tensors = [torch.randn(2, heads, length, 8, device="cuda") for heads, length in lengths]
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        integration.attend(torch.nn.Module(), *tensors, mask)
+        if form not in ("padded", "packed"):
+            integration.make_mask(**call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- refused -------------------------------------------------------------------------------------------------------
