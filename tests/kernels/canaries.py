@@ -11,6 +11,7 @@ import torch
 
 from rowmax import Device, plan, testing
 from rowmax.kernels import launch
+from rowmax.problem import aligned
 
 MARGIN = 4096  # elements on each side: more than a tile
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -43,7 +44,8 @@ def lying(operands, values, side: str, dtype=torch.int32):
 def run_guarded(problem, operands, prefer: str, filler: float = math.nan):
     """`(out, lse, dq, dk, dv)` with every launch guarded, below the check of `cu_seqlens`, which reads them on a CPU alone."""
     device = operands.q.device
-    forward, backward = (plan(problem, Device.of(device), direction=way, prefer=prefer) for way in ("forward", "backward"))
+    options = {"prefer": prefer, "aligned": aligned(*operands[:3])}
+    forward, backward = (plan(problem, Device.of(device), direction=way, **options) for way in ("forward", "backward"))
     with active(filler):
         out, lse = launch.forward(problem, operands, forward, True)
         given = testing.cotangents(problem, device=device)

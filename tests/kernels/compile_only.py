@@ -56,11 +56,15 @@ def calls(problem: Problem, device: Device, direction: str):
     tiles = plan(problem, device, direction=direction, prefer="q_outer").tiles
     if direction == "forward":
         return [("forward", launch.forward_call(problem, operands, tiles[0], out, lse))]
-    return [
+    query_tile, *key_tiles = tiles
+    found = [
         ("delta", launch.delta_call(problem, out, out, lse, lse)),
-        ("query", launch.query_call(problem, operands, tiles[0], out, lse, lse, q)),
-        ("key", launch.key_call(problem, operands, tiles[1], out, lse, lse, k, v)),
+        ("query", launch.query_call(problem, operands, query_tile, out, lse, lse, q)),
+        ("key", launch.key_call(problem, operands, key_tiles[0], out, lse, lse, k, v if len(key_tiles) == 1 else None)),
     ]
+    if len(key_tiles) > 1:
+        found.append(("value", launch.key_call(problem, operands, key_tiles[1], out, lse, lse, None, v)))
+    return found
 
 
 def facts(name: str, call, device: Device) -> dict:
