@@ -97,6 +97,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--family", nargs="*", default=())
+    parser.add_argument("--time-limit", type=float, default=3600.0, metavar="S", help="begin nothing after this long")
     arguments = parser.parse_args()
 
     import torch
@@ -109,10 +110,15 @@ def main() -> int:
     import gpu_checks
 
     start = time.perf_counter()
-    results = list(run_cases(arguments.workers, tuple(arguments.family)))
+    results = []
+    for result in run_cases(arguments.workers, tuple(arguments.family)):
+        results.append(result)
+        if time.perf_counter() - start > arguments.time_limit:
+            break
     families = summary(sorted(results))
     seconds = time.perf_counter() - start
-    checks = {} if arguments.family else gpu_checks.run_all()
+    late = seconds > arguments.time_limit
+    checks = {} if arguments.family or late else gpu_checks.run_all()
     wrong = [result for result in results if result.error]
     for result in wrong:
         print(f"WRONG {result.family}: {result.id}\n{result.error}\n")
@@ -122,6 +128,8 @@ def main() -> int:
     slowest = sorted(results, key=lambda result: -result.seconds)[:5]
     print("slowest: " + ", ".join(f"{result.id} {result.seconds:.0f} s" for result in slowest))
     failed = len(wrong) + sum(bool(error) for error in checks.values())
+    if late:
+        print(f"stopped after {seconds:.0f} s: some cases and the checks did not run")
     print(f"{len(results)} cases in {seconds:.0f} s and {len(checks)} checks on {torch.cuda.get_device_name()}: {failed} wrong")
     if arguments.json:
         document = {

@@ -13,9 +13,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rowmax import cpu
 from rowmax.device import Device
+from rowmax.errors import Unsupported
 from rowmax.mask import Band, visible_pairs
 from rowmax.plan import plan
-from rowmax.problem import Operands, Problem
+from rowmax.problem import Operands, Problem, aligned
 
 _LIBRARY = torch.library.Library("rowmax", "DEF")
 
@@ -49,22 +50,23 @@ def _describe(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, s
 
 def _forward(need_lse, *call):
     problem, operands = _describe(*call)
-    chosen = plan(problem, Device.of(operands.q), prefer=call[-1])
+    q, k, v = operands[:3]
+    chosen = plan(problem, Device.of(q), prefer=call[-1], aligned=q.is_cpu or aligned(q, k, v))
     if chosen.algorithm == "q_outer":
-        from rowmax.kernels import launch
-
-        return launch.forward(problem, operands, chosen, need_lse)
+        return _kernels().forward(problem, operands, chosen, need_lse)
     with _own_precision():
         return cpu.forward(problem, operands, chosen, need_lse)
 
 
 def _backward(needs, grad_out, grad_lse, out, lse, *call):
     problem, operands = _describe(*call)
-    chosen = plan(problem, Device.of(operands.q), direction="backward", prefer=call[-1])
+    q, k, v = operands[:3]
+    if grad_out is not None and grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    rows_aligned = q.is_cpu or aligned(q, k, v, grad_out)
+    chosen = plan(problem, Device.of(q), direction="backward", prefer=call[-1], aligned=rows_aligned)
     if chosen.algorithm == "q_outer":
-        from rowmax.kernels import launch
-
-        return launch.backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
+        return _kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
     with _own_precision():
         return cpu.backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
 
@@ -72,6 +74,16 @@ def _backward(needs, grad_out, grad_lse, out, lse, *call):
 def _own_precision():
     """Autocast stays on inside an operator and would round the products of the CPU path to 16 bits."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
+
+
+def _kernels():
+    try:
+        from rowmax.kernels import launch
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise Unsupported("the kernels need Triton, which is not installed: pip install 'rowmax[triton]'") from None
+    return launch
 
 
 for _key in ("CPU", "CUDA"):

@@ -33,6 +33,17 @@ class Operands(NamedTuple):
     cu_seqlens_k: Optional[torch.Tensor] = None
 
 
+def aligned(*tensors: Optional[torch.Tensor]) -> bool:
+    """Do all rows start at multiples of 16 bytes, and is no tensor broadcast? `None` counts as aligned."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        size = tensor.element_size()
+        if tensor.data_ptr() % 16 or any(stride * size % 16 or stride == 0 for stride in tensor.stride()[:-1]):
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is known of an attention call without reading its tensors.
@@ -81,6 +92,13 @@ class Problem:
             raise ProblemError(f"scale must be a finite number; got {self.scale}.")
         if self.dtype not in DTYPE_NAMES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
+
+    def __hash__(self) -> int:  # computed once: caches look a problem up several times a call
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     @property
     def group(self) -> int:
@@ -179,8 +197,11 @@ class Problem:
         if cu_seqlens_q is not None:
             _check_cu_seqlens(operands)
         batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        make = _describe if all(type(size) is int for size in (*q.shape, *k.shape)) else _describe.__wrapped__
-        return make(cls, q.shape, k.shape, v.shape, batch, q.dtype, left, right, scale, max_len_q, max_len_k, deterministic)
+        call = (cls, q.shape, k.shape, v.shape, batch, q.dtype, left, right, scale, max_len_q, max_len_k, deterministic)
+        try:
+            return _describe(*call)
+        except TypeError:  # symbolic sizes cannot be hashed
+            return _describe.__wrapped__(*call)
 
 
 _EXAMPLE = "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 deterministic'"
@@ -285,6 +306,14 @@ _RANK_FIX = {
 
 
 def _check_tensors(q, k, v, rank: int) -> None:
+    if (
+        q.dim() == k.dim() == v.dim() == rank
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in DTYPE_NAMES
+        and q.device == k.device == v.device
+        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    ):
+        return
     layout = "[B, T, H, D]" if rank == 4 else "[T, H, D]"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != rank:

@@ -65,7 +65,7 @@ def head_base(pointer, strides, b, begin, head):
 def source(base, row_stride, length, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DESCRIPTOR: tl.constexpr):
     """What `load_tile` loads from: a TMA descriptor of the sequence's own rows, or the pointer itself."""
     if DESCRIPTOR:
-        return tl.make_tensor_descriptor(base, [length, DIM], [row_stride, 1], [ROWS, COLS])
+        return tl.make_tensor_descriptor(base, [tl.maximum(length, 1), DIM], [row_stride, 1], [ROWS, COLS])
     else:
         return base
 
@@ -98,7 +98,9 @@ def group_source(
 ):  # fmt: skip
     """What `load_member` loads from: the heads of one group, `base` at the first."""
     if DESCRIPTOR:
-        return tl.make_tensor_descriptor(base, [GROUP, length, DIM], [strides[2], strides[1], 1], [1, ROWS, COLS])
+        return tl.make_tensor_descriptor(
+            base, [GROUP, tl.maximum(length, 1), DIM], [strides[2], strides[1], 1], [1, ROWS, COLS]
+        )
     else:
         return base
 

@@ -4,6 +4,8 @@
 exactly what is launched, for any GPU, without one.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 
@@ -45,8 +47,6 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
     )
     if not _has_work(problem):
         return dq, dk, dv
-    if grad_out is not None and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
     delta = torch.empty_like(lse)
     _launch(device, delta_call(problem, out, grad_out, grad_lse, delta))
     query_tile, *key_tiles = plan.tiles
@@ -135,6 +135,7 @@ def _padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+@lru_cache(maxsize=4096)
 def _constants(problem: Problem, tile: Tile) -> tuple[int, ...]:
     dims = (problem.dim_qk, problem.dim_v)
     return (problem.group, *dims, tile.block_m, tile.block_n, _padded(problem.dim_qk), _padded(problem.dim_v))
@@ -148,8 +149,8 @@ def _launch(device: torch.device, call) -> None:
         _launch_here(device, call)
 
 
-# What a build depends on -> the compiled kernel. Triton's own lookup inspects every argument on every call: 21 us for the
-# forward on an H200 host, about half of an eager call.
+# What a build depends on -> the launch of a compiled kernel. Triton's own lookup inspects every argument on every call: 21 us
+# for the forward on an H200 host, about half of an eager call; so does passing tensors instead of their addresses.
 _builds: dict = {}
 
 
@@ -157,19 +158,24 @@ def _launch_here(device: torch.device, call) -> None:
     kernel, programs, arguments, tile = call
     if tile.descriptors:
         triton.set_allocator(_scratch)
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    addresses = [t.data_ptr() for t in tensors]
     key = (
         kernel.fn,
-        device,
-        tile,
-        *[(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in arguments],
+        device.index,
+        programs,
+        tile.warps,
+        *[None if isinstance(a, torch.Tensor) else a for a in arguments],
+        *[(t.dtype, address % 16) for t, address in zip(tensors, addresses, strict=True)],
     )
     build = _builds.get(key)
     if build is None:
         build = kernel[(programs,)](*arguments, num_warps=tile.warps, num_stages=tile.stages)
         if len(_builds) < MAX_BUILDS and build is not None:  # None: the interpreter
-            _builds[key] = build
+            _builds[key] = build[(programs, 1, 1)]
     else:
-        build[(programs, 1, 1)](*arguments)
+        given = iter(addresses)
+        build(*[next(given) if isinstance(a, torch.Tensor) else a for a in arguments])
 
 
 def _scratch(size: int, alignment: int, stream: "int | None") -> torch.Tensor:

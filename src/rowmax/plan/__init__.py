@@ -4,7 +4,7 @@ The plan decides and the kernels obey: they hold no heuristics and read no envir
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Optional
 
@@ -48,12 +48,15 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "") -> Plan:
+def plan(
+    problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "", aligned: bool = True
+) -> Plan:
     """The plan for one direction of `problem` on `device`.
 
     Args:
         prefer: "" for the best candidate; an algorithm's name; or a whole plan's spelling, whose tiles are then used as they
             are: the first for the forward, the others for the backward (see `Plan.tiles`).
+        aligned: rows of every tensor start at multiples of 16 bytes, as TMA descriptors require.
 
     Raises:
         Unsupported: no candidate, or not the preferred one, can run it; lists every candidate's reason.
@@ -74,5 +77,8 @@ def plan(problem: Problem, device: Device, *, direction: Direction = "forward", 
         given = given[:1] if direction == "forward" else given[1:]
         if given:
             tiles, why = given, "tiles as asked for"
+        if not aligned and any(tile.descriptors for tile in tiles):
+            tiles = tuple(replace(tile, descriptors=False) for tile in tiles)
+            why += "; rows are not 16-byte aligned: pointers instead of descriptors"
         return Plan(name, tiles, why, tuple(refusals.items()))
     raise Unsupported(f"nothing here runs the {direction} of '{problem}' on {device.name}:", refusals)

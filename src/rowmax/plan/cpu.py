@@ -39,7 +39,7 @@ def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[
 
 def _aten_tiles(problem: Problem, device: Device, direction: str):
     # The tile serves the gradient of the LSE, which torch's operator does not take.
-    return (Tile(256, 4096),), "torch's operator runs at most of the matmul rate in fp32"
+    return (Tile(256, 8192),), "torch's operator runs at most of the matmul rate in fp32"
 
 
 def _tiled_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
@@ -49,7 +49,7 @@ def _tiled_refuses(problem: Problem, device: Device, direction: str) -> Optional
 
 
 def _tiled_tiles(problem: Problem, device: Device, direction: str):
-    return (Tile(256, 4096),), "row blocks over all visible columns keep the matmuls large"
+    return (Tile(256, 8192),), "row blocks over all visible columns keep the matmuls large"
 
 
 ATEN = Candidate(_aten_refuses, _aten_tiles)

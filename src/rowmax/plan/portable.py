@@ -1,8 +1,13 @@
-"""`q_outer`, the portable Triton kernels (FlashAttention-2): any GPU that Triton compiles for."""
+"""`q_outer`, the portable Triton kernels (FlashAttention-2): any GPU that Triton compiles for.
+
+The tile tables. Hopper's rows were chosen by speed on an H200 (2026-11-29, triton 3.6.0, b1 h16 q16384 k16384 d128 and b1 h32
+d64, b1 h8 d256, bf16, full / causal; TFLOP/s of the products that the kernel itself does) among tiles that compile without
+spills. Rows of other chips are the largest of a list that compile without spills within the chip's shared memory: no such chip
+was at hand to time them.
+"""
 
 import os
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Optional
 
 import torch
@@ -11,10 +16,39 @@ from rowmax.device import Device
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
+_parse = Tile.parse
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+# Largest head dimension -> (forward, dQ, dK/dV) or (forward, dQ, dK, dV).
+_HOPPER = {
+    # 436 / 411 (128x128 w4 s3 tma: 451 / 425, spills); 624 / 572 (128x64 w4 s3 tma: 623 / 600, spills); 494 / 456
+    64: ("128x64 w4 s4 tma", "64x64 w4 s3 tma", "32x128 w4 s3"),
+    # 511 / 504 (without tma 480 / 488); 644 / 645 (64x64 w4 s2 tma 619 / 581); 573 / 542 (64x128 w8 s3 tma 571 / 491)
+    128: ("128x128 w8 s3 tma", "128x64 w8 s3 tma", "64x64 w4 s2 tma"),
+    # 455 / 465 (with tma 537 / 526, spills); 398 / 409 (128x64 w8 s1: 487 / 490, spills); 388 / 427, spills 56 to 72 bytes
+    # outside its loop (32x128 w8 s2, 16 bytes: 353 / 369); 465 / 409. dK and dV in one kernel: 262 / 287.
+    256: ("128x64 w8 s2", "128x32 w8 s2", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
+}
+_AMPERE = {
+    64: ("128x64 w4 s3", "128x64 w8 s2", "64x128 w8 s2"),
+    128: ("128x64 w8 s2", "64x64 w8 s1", "32x64 w8 s2"),
+    256: ("64x32 w8 s2", "64x32 w8 s1", "32x32 w8 s1", "32x64 w8 s1"),
+}
+_ADA = {  # 99 KB of shared memory a block
+    64: ("128x64 w4 s3", "64x64 w4 s2", "64x128 w8 s2"),
+    128: ("128x64 w8 s2", "64x64 w8 s1", "32x64 w8 s2"),
+    256: ("64x32 w8 s2", "64x32 w8 s1", "16x64 w8 s1", "32x32 w8 s1"),
+}
+_BLACKWELL = {
+    64: ("128x64 w4 s3 tma", "64x64 w4 s3 tma", "64x64 w4 s3 tma"),
+    128: ("128x128 w8 s2 tma", "64x64 w8 s2", "32x64 w8 s2"),
+    256: ("128x32 w8 s2 tma", "64x32 w8 s1", "32x64 w8 s1", "32x64 w8 s1"),
+}
+_FP32 = {
+    64: ("64x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
+    128: ("32x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
+    256: ("32x16 w4 s1", "16x16 w4 s1", "16x16 w4 s1", "16x16 w4 s1"),
+}
+SMALL = "64x64 w4 s3"  # forward, d <= 128, where larger tiles would leave multiprocessors idle
 
 
 @lru_cache(maxsize=1)
@@ -24,16 +58,35 @@ def _interpreting() -> bool:
 
 
 def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
-    if not _has_triton():
-        return "Triton is not installed: pip install 'rowmax[triton]'"
     if device.kind != "cuda" and not _interpreting():
         return f"runs on a GPU; the tensors are on {device.kind}"
+    if device.kind == "cuda" and device.capability < (8, 0):
+        return f"needs compute capability 8.0 or newer; {device.name} has {device.capability[0]}.{device.capability[1]}"
     if problem.dtype == torch.float64:
         return "fp64 runs on the CPU only"
     return None
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
-    if direction == "forward":
-        return (Tile(128, 64, 8, 3),), "untuned"
-    return (Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)), "untuned"
+    table, why = _table(problem, device)
+    dim = max(problem.dim_qk, problem.dim_v)
+    row = next(row for largest, row in table.items() if dim <= largest)
+    if direction == "backward":
+        return tuple(map(_parse, row[1:])), why
+    queries = problem.max_len_q if problem.packed and problem.max_len_q is not None else problem.len_q
+    blocks = -(-queries // 128) * problem.heads_q * problem.batch
+    if dim <= 128 and table is not _FP32 and (queries <= 64 or (blocks < device.sms and not problem.packed)):
+        return (_parse(SMALL),), "few queries: smaller tiles waste fewer rows and occupy more multiprocessors"
+    return (_parse(row[0]),), why
+
+
+def _table(problem: Problem, device: Device):
+    if problem.dtype == torch.float32:
+        return _FP32, "IEEE fp32 products run on the FMA units: small tiles"
+    if device.capability >= (10, 0):
+        return _BLACKWELL, "untimed; compiles without spills"
+    if device.capability >= (9, 0):
+        return _HOPPER, "fastest without spills on an H200 at 16k tokens"
+    if device.capability == (8, 9):
+        return _ADA, "untimed; compiles without spills in 99 KB of shared memory"
+    return _AMPERE, "untimed; compiles without spills"

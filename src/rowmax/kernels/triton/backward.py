@@ -143,7 +143,7 @@ def query_kernel(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
         DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
     )  # fmt: skip
-    bad = tl.max(tl.max((dq != dq).to(tl.int32), 1), 0)
+    bad = tl.max(tl.ravel((dq != dq).to(tl.int32)), 0)
     dq_base = head_base(dq_ptr, dq_strides, b, begin_q, head)
     store_tile(dq_base, dq * scale, row, dq_strides[1], len_q, DIM, BLOCK_M, BLOCK_D)
     if bad > 0:  # perhaps a NaN or infinity of K that not every row sees
@@ -168,7 +168,7 @@ def _walk_queries(
     """
     tiles = tiles_of(ranges, BLOCK_M, MASKED)
     for turn in tl.range(0, GROUP * tiles, num_stages=STAGES):
-        member = turn // tiles if GROUP > 1 else 0
+        member = turn // tiles  # also for a group of one: without this division ptxas spills
         row = tile_start(turn - member * tiles, ranges, BLOCK_M, MASKED)
         if scale_log2 == float("inf"):  # never: a use of dk here makes Triton wait for last turn's product inside the turn.
             if WANT_DK:  # Without it the product stays in flight over the back edge, and ptxas serialises every wgmma (C7515).
@@ -190,6 +190,11 @@ def _walk_queries(
             p = tl.where(seen, p, 0.0)
         if do_source is not None:
             do = load_member(do_source, member, row, do_strides, len_q, DIM_V, BLOCK_M, BLOCK_DV, MASKED)
+        if WANT_DV and do_source is not None:
+            if GUARDED:
+                dv = guarded_dot(p, do, seen, dv)
+            else:
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         if WANT_DK:
             dp = 0.0 if do_source is None else tl.dot(v, do.T, input_precision="ieee")
             if MASKED:  # loaded late: it is needed late, and registers are short
@@ -199,11 +204,6 @@ def _walk_queries(
             ds = score_gradient(p, dp, delta[None, :])
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
-        if WANT_DV and do_source is not None:
-            if GUARDED:
-                dv = guarded_dot(p, do, seen, dv)
-            else:
-                dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         if WANT_DK:
             if GUARDED:
                 dk = guarded_dot(ds, q, seen, dk)
@@ -266,11 +266,11 @@ def key_kernel(
     if WANT_DK:
         dk_base = head_base(dk_ptr, dk_strides, b, begin_k, kv_head)
         store_tile(dk_base, dk * scale, col, dk_strides[1], len_k, DIM, BLOCK_N, BLOCK_D)
-        bad += tl.max(tl.max((dk != dk).to(tl.int32), 1), 0)
+        bad += tl.max(tl.ravel((dk != dk).to(tl.int32)), 0)
     if WANT_DV:
         dv_base = head_base(dv_ptr, dv_strides, b, begin_k, kv_head)
         store_tile(dv_base, dv, col, dv_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV)
-        bad += tl.max(tl.max((dv != dv).to(tl.int32), 1), 0)
+        bad += tl.max(tl.ravel((dv != dv).to(tl.int32)), 0)
     if bad > 0:  # perhaps a NaN or infinity of Q or dO that not every key is seen by
         tl.debug_barrier()
         k_base = head_base(k_ptr, k_strides, b, begin_k, kv_head)

@@ -103,7 +103,7 @@ def forward_kernel(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
         DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
     )  # fmt: skip
-    bad = tl.max(tl.max((acc != acc).to(tl.int32), 1), 0)
+    bad = tl.max(tl.ravel((acc != acc).to(tl.int32)), 0)
     o, lse = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
     o_base = head_base(o_ptr, o_strides, b, begin_q, head)
     store_tile(o_base, o, row, o_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV)
