@@ -154,13 +154,11 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
     forward = FORWARD if dispatched else forward_below_autograd
     max_q, max_k = _hint("max_seqlen_q", max_q), _hint("max_seqlen_k", max_k)
     preferred = "" if plan is None else str(plan)
-    out, lse = forward(
-        return_lse or need_grad, q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, preferred
-    )
+    out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, preferred)
     return (out, lse) if return_lse else out
 
 
-def _band(causal: bool, window: Optional[Window]) -> Window:
+def _band(causal: bool, window: Optional[Window]):
     """`(left, right)` of the band that both arguments describe together."""
     if window is None:
         return (None, 0) if causal else (None, None)
@@ -176,7 +174,7 @@ def _band(causal: bool, window: Optional[Window]) -> Window:
     return left, (0 if causal else right)
 
 
-def _hint(name: str, value) -> Optional[int]:
+def _hint(name: str, value):
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         fix = "For a tensor, call .item() once."
         raise ProblemError(f"{name} must be an integer or None; got {type(value).__name__}. {fix}")
@@ -185,5 +183,7 @@ def _hint(name: str, value) -> Optional[int]:
 
 def _number(name: str, value) -> float:
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, float)):
-        raise ProblemError(f"{name} must be a Python number or None; got {type(value).__name__}. For a tensor, call .item() once.")
+        raise ProblemError(
+            f"{name} must be a Python number or None; got {type(value).__name__}. For a tensor, call .item() once."
+        )
     return float(value)

@@ -1,7 +1,7 @@
 """Facts about a device, by name or read from the one present. Plans and predictions take a `Device`, never a torch.device."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -49,7 +49,7 @@ _NAMED = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _query(kind: str, index: "int | None") -> Device:
     if kind != "cuda":
         return Device(kind, kind, sms=torch.get_num_threads())

@@ -27,7 +27,8 @@ _SCHEMA = (
 )
 _LIBRARY.define(f"forward(bool need_lse, {_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
-    f"backward(bool[3] needs, Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"backward(bool[3] needs, Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 FORWARD = torch.ops.rowmax.forward.default
@@ -133,7 +134,11 @@ class _Attention(torch.autograd.Function):
         if grad_out is not None or grad_lse is not None:
             *tensors, out, lse = ctx.saved_tensors
             grads = BACKWARD(needs, grad_out, grad_lse, out, lse, *tensors, *ctx.call)
-        return (None, *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * (2 + len(ctx.call)))
+        return (
+            None,
+            *(grad if need else None for grad, need in zip(grads, needs, strict=True)),
+            *(None,) * (2 + len(ctx.call)),
+        )
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -182,7 +187,7 @@ _LIBRARY.impl("backward", _backward_autograd, "Autograd")
 
 
 def _matmul_flops(q_shape, k_shape, v_shape, left, right, cu_seqlens, times_qk: int, times_v: int) -> int:
-    """2 x visible pairs x (times_qk * dim_qk + times_v * dim_v). Lengths inside `cu_seqlens` are data: one sequence is assumed."""
+    """2 x visible pairs x (times_qk * dim_qk + times_v * dim_v). Lengths in `cu_seqlens` are data: one sequence is assumed."""
     *batch, len_q, heads, dim_qk = q_shape
     pairs = visible_pairs(len_q, k_shape[-3], Band(left, right)) * heads * (batch[0] if batch else 1)
     return 2 * pairs * (times_qk * dim_qk + times_v * v_shape[-1])

@@ -11,6 +11,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple, Optional
 
 import torch
@@ -156,8 +157,7 @@ class Problem:
                     break
             else:
                 raise ProblemError(
-                    f"'{word}' is not part of a problem's spelling in '{text}'. "
-                    "An example with every word: " + _EXAMPLE
+                    f"'{word}' is not part of a problem's spelling in '{text}'. An example with every word: " + _EXAMPLE
                 )
         for name, default in (("batch", 1), ("len_k", found.get("len_q")), ("heads_k", found.get("heads_q"))):
             if found.get(name) is None:
@@ -192,14 +192,14 @@ class Problem:
         Raises:
             ProblemError: says what arrived, what is required and the fix.
         """
-        q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+        q, k, v, cu_seqlens_q, _ = operands
         _check_tensors(q, k, v, rank=4 if cu_seqlens_q is None else 3)
         if cu_seqlens_q is not None:
             _check_cu_seqlens(operands)
         batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         call = (cls, q.shape, k.shape, v.shape, batch, q.dtype, left, right, scale, max_len_q, max_len_k, deterministic)
         try:
-            return _describe(*call)
+            return _describe(*call)  # type: ignore[arg-type]
         except TypeError:  # symbolic sizes cannot be hashed
             return _describe.__wrapped__(*call)
 
@@ -234,9 +234,7 @@ _WORDS = (
 
 
 @lru_cache(maxsize=4096)
-def _describe(
-    cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic
-) -> Problem:
+def _describe(cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic) -> Problem:
     """The part of `describe` that depends on shapes and numbers only, so that repeated calls are a dictionary lookup."""
     packed = batch is not None
     if packed:
@@ -336,19 +334,22 @@ def _check_tensors(q, k, v, rank: int) -> None:
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Convert them, or call under torch.autocast."
         )
     if not q.device == k.device == v.device:
-        raise ProblemError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}. Move them with .to(device).")
+        raise ProblemError(
+            f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}. Move them with .to(device)."
+        )
 
 
 def _check_cu_seqlens(operands: Operands) -> None:
     q, k, _, cu_seqlens_q, cu_seqlens_k = operands
-    if cu_seqlens_k is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ProblemError("cu_seqlens_q came without cu_seqlens_k; a packed call needs both.")
     for name, cu, tensor in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
         if cu.dtype not in (torch.int32, torch.int64):
             raise ProblemError(f"{name} must be int32 or int64; got {cu.dtype}. Convert it with .to(torch.int32).")
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise ProblemError(
-                f"{name} must have shape [B + 1]: the first row of each sequence and, last, one past the end; got {list(cu.shape)}."
+                f"{name} must have shape [B + 1]: the first row of each sequence and, last, one past the end; "
+                f"got {list(cu.shape)}."
             )
         if cu.device != q.device:
             raise ProblemError(f"{name} is on {cu.device} and q on {q.device}; move it with .to(q.device).")
@@ -364,7 +365,7 @@ def _check_cu_seqlens(operands: Operands) -> None:
 def _check_cu_values(name: str, cu, tensor) -> None:
     """Only for tensors on the CPU, where reading costs nothing; the kernels clamp instead."""
     values = cu.tolist()
-    if values[0] != 0 or any(b < a for a, b in zip(values, values[1:], strict=False)) or values[-1] > tensor.shape[0]:
+    if values[0] != 0 or any(b < a for a, b in pairwise(values)) or values[-1] > tensor.shape[0]:
         raise ProblemError(
             f"{name} must start at 0, never decrease and end at most at {tensor.shape[0]} (the rows that arrived); "
             f"got {values if len(values) <= 8 else str(values[:4])[:-1] + ', ..., ' + str(values[-1]) + ']'}."

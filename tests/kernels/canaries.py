@@ -68,13 +68,11 @@ def guarded(launch_module, filler: float = math.nan):
     original = launch_module._launch
 
     def launch(device, call):
-        kernel, programs, arguments, tile = call
-        tensors = [(i, x) for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)]
-        guards = {i: _Guard(x, filler) for i, x in tensors}
-        copies = tuple(guards[i].copy if i in guards else x for i, x in enumerate(arguments))
-        original(device, (kernel, programs, copies, tile))
-        for i, guard in guards.items():
-            guard.finish(f"argument {i} of {getattr(kernel, '__name__', kernel)}")
+        guards = [None if tensor is None else _Guard(tensor, filler) for tensor in call.tensors]
+        original(device, call._replace(tensors=tuple(guard and guard.copy for guard in guards)))
+        for i, guard in enumerate(guards):
+            if guard is not None:
+                guard.finish(f"argument {i} of {getattr(call.kernel, '__name__', call.kernel)}")
 
     return launch
 

@@ -1,7 +1,7 @@
 """Compile what the launcher would launch, for any GPU, on a machine without one; what the binary needs, as JSON lines.
 
-    python compile_only.py H200 128 forward    one line a kernel: registers, stack, spills, shared memory, instructions
-    python compile_only.py builds              how many builds a few hundred lengths, batches and windows ask for
+    python compile_only.py H200 "b2 h32/8 q1024 d128 bf16" forward      registers, stack, spills, shared memory, instructions
+    python compile_only.py builds      how many builds a few hundred lengths, batches and windows ask for
 
 Runs in a process of its own, because Triton decides at import whether it interprets.
 """
@@ -31,12 +31,12 @@ INSTRUCTIONS = ("HGMMA", "HMMA", "STL", "LDL", "UTMALDG", "MUFU")
 
 def source(call, capability: tuple[int, int]):
     """`(source, target, options)` of a `launch.*_call`, specialised as a launch on that GPU would."""
-    kernel, _, arguments, tile = call
+    kernel, tile = call.kernel, call.tile
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
     backend = make_backend(target)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "debug": False}
-    bound, specialization, extra = binder(*arguments, **options)
+    bound, specialization, extra = binder(*call.tensors, *call.numbers, **options)
     settings, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, extra)
     return ASTSource(kernel, signature, constants, attributes), target, settings.__dict__
 
@@ -80,7 +80,7 @@ def facts(name: str, call, device: Device) -> dict:
     counts = collections.Counter(mnemonics)
     return {
         "kernel": name,
-        "tile": str(call[3]),
+        "tile": str(call.tile),
         "registers": registers,
         "stack": stack,
         "local": local,
@@ -108,10 +108,9 @@ def builds() -> dict:
     return {"problems": problems, "builds": {name: len(keys) for name, keys in found.items()}}
 
 
-def main(device_name: str, dim: str, direction: str) -> None:
-    problem = Problem.parse(f"b2 h8/2 q1024 k1024 d{dim} bf16 causal")
+def main(device_name: str, problem: str, direction: str) -> None:
     device = Device.named(device_name)
-    for name, call in calls(problem, device, direction):
+    for name, call in calls(Problem.parse(problem), device, direction):
         print(json.dumps(facts(name, call, device)), flush=True)
 
 

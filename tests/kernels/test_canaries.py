@@ -12,6 +12,8 @@ from rowmax import Problem, testing
 pytest.importorskip("triton")
 import canaries
 
+from rowmax.kernels.launch import Call
+
 TEXT = "b3 h2/1 q40 k40 d16 fp32 packed {}"
 SMALL = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]"
 
@@ -76,9 +78,9 @@ def test_the_canaries_sing(offset, where):
     class Launcher:
         @staticmethod
         def _launch(device, call):
-            (tensor,) = call[2]
+            (tensor,) = call.tensors
             tensor.as_strided((1,), (1,), tensor.storage_offset() + offset).zero_()
 
     tensor = torch.full((4, 20), float("nan")).as_strided((4, 4), (20, 1)).fill_(1.0)
     with pytest.raises(canaries.OutOfBounds, match=where):
-        canaries.guarded(Launcher())(tensor.device, (None, 1, (tensor,), None))
+        canaries.guarded(Launcher())(tensor.device, Call(None, 1, (tensor,), (), None))

@@ -1,10 +1,11 @@
 """Plan and operands to arguments, grid and launch: the only place that launches a kernel.
 
-`*_call` functions are pure: they give `(kernel, grid, arguments, options)` from tensors of any device, so that tests compile
-exactly what is launched, for any GPU, without one.
+`*_call` functions are pure: they give a `Call` from tensors of any device, so that tests compile exactly what is launched, for
+any GPU, without one.
 """
 
 from functools import lru_cache
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
@@ -18,6 +19,16 @@ from rowmax.problem import Operands, Problem
 
 MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
 DELTA_ROWS = 64  # rows a program of the delta kernel: bound by memory, any size does
+
+
+class Call(NamedTuple):
+    """A kernel, how many programs, its leading arguments (tensors or None), the others (all hashable), and warps and stages."""
+
+    kernel: Any
+    programs: int
+    tensors: tuple[Optional[torch.Tensor], ...]
+    numbers: tuple
+    tile: Tile
 
 
 def forward(problem: Problem, operands: Operands, plan: Plan, need_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +47,7 @@ def forward(problem: Problem, operands: Operands, plan: Plan, need_lse: bool) ->
 
 
 def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
-    """`(dq, dk, dv)`; a gradient that is not needed is an empty tensor, and its kernel does not run if none of its results is."""
+    """`(dq, dk, dv)`; a gradient that is not needed is an empty tensor, and no kernel runs for nothing."""
     empty = problem.packed or not _has_work(problem)
     make = torch.zeros if empty else torch.empty
     need_q, need_k, need_v = needs
@@ -62,52 +73,52 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
     return dq, dk, dv
 
 
-def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse):
+def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> Call:
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
-    prescale = problem.scale <= 0
-    arguments = (
-        *(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, _strides(q), _strides(k), _strides(v), _strides(out)),
-        *(problem.scale * LOG2E, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors),
+    tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    numbers = (
+        *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
+        *(problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(*_constants(problem, tile), problem.scale <= 0, tile.stages, tile.descriptors),
     )
-    return forward_kernel, _programs(problem, tiles, problem.heads_q), arguments, tile
+    return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
 
-def delta_call(problem: Problem, out, grad_out, grad_lse, delta):
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+def delta_call(problem: Problem, out, grad_out, grad_lse, delta) -> Call:
     tiles = -(-problem.len_q // DELTA_ROWS)
-    arguments = (
-        *(out, grad_out, grad_lse, delta, _strides(out), _strides(out if grad_out is None else grad_out)),
+    tensors = (out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta)
+    numbers = (
+        *(_strides(out), _strides(out if grad_out is None else grad_out)),
         *(problem.heads_q, tiles, problem.len_q, problem.dim_v, DELTA_ROWS, _padded(problem.dim_v)),
     )
-    return delta_kernel, _programs(problem, tiles, problem.heads_q), arguments, Tile(DELTA_ROWS, 1, 4, 1)
+    return Call(delta_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, Tile(DELTA_ROWS, 1, 4, 1))
 
 
-def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dq):
+def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dq) -> Call:
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
-    strides = (_strides(q), _strides(k), _strides(v), _strides(q if grad_out is None else grad_out), _strides(dq))
-    arguments = (
-        *(q, k, v, grad_out, dq, lse, delta, cu_seqlens_q, cu_seqlens_k, *strides),
+    tensors = (q, k, v, grad_out, dq, lse, delta, cu_seqlens_q, cu_seqlens_k)
+    numbers = (
+        *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out, dq)),
         *(problem.scale, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), tile.stages, tile.descriptors),
     )
-    return query_kernel, _programs(problem, tiles, problem.heads_q), arguments, tile
+    return Call(query_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
 
-def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dk, dv):
+def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dk, dv) -> Call:
     """dK and dV; one of them may be None."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
+    tensors = (q, k, v, grad_out, dk, dv, lse, delta, cu_seqlens_q, cu_seqlens_k)
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
-    strides = tuple(_strides(t) for t in (q, k, v, do, dk_like, dv_like))
-    arguments = (
-        *(q, k, v, grad_out, dk, dv, lse, delta, cu_seqlens_q, cu_seqlens_k, *strides),
+    numbers = (
+        *(_strides(t) for t in (q, k, v, do, dk_like, dv_like)),
         *(problem.scale, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors),
     )
-    return key_kernel, _programs(problem, tiles, problem.heads_k), arguments, tile
+    return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
 
 def _has_work(problem: Problem) -> bool:
@@ -141,7 +152,7 @@ def _constants(problem: Problem, tile: Tile) -> tuple[int, ...]:
     return (problem.group, *dims, tile.block_m, tile.block_n, _padded(problem.dim_qk), _padded(problem.dim_v))
 
 
-def _launch(device: torch.device, call) -> None:
+def _launch(device: torch.device, call: Call) -> None:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             _launch_here(device, call)
@@ -154,28 +165,20 @@ def _launch(device: torch.device, call) -> None:
 _builds: dict = {}
 
 
-def _launch_here(device: torch.device, call) -> None:
-    kernel, programs, arguments, tile = call
+def _launch_here(device: torch.device, call: Call) -> None:
+    kernel, programs, tensors, numbers, tile = call
     if tile.descriptors:
         triton.set_allocator(_scratch)
-    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-    addresses = [t.data_ptr() for t in tensors]
-    key = (
-        kernel.fn,
-        device.index,
-        programs,
-        tile.warps,
-        *[None if isinstance(a, torch.Tensor) else a for a in arguments],
-        *[(t.dtype, address % 16) for t, address in zip(tensors, addresses, strict=True)],
-    )
+    addresses = [t if t is None else t.data_ptr() for t in tensors]
+    kinds = [t if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
+    key = (kernel.fn, device.index, programs, tile.warps, numbers, *kinds)
     build = _builds.get(key)
-    if build is None:
-        build = kernel[(programs,)](*arguments, num_warps=tile.warps, num_stages=tile.stages)
-        if len(_builds) < MAX_BUILDS and build is not None:  # None: the interpreter
-            _builds[key] = build[(programs, 1, 1)]
-    else:
-        given = iter(addresses)
-        build(*[next(given) if isinstance(a, torch.Tensor) else a for a in arguments])
+    if build is not None:
+        build(*addresses, *numbers)
+        return
+    build = kernel[(programs,)](*tensors, *numbers, num_warps=tile.warps, num_stages=tile.stages)
+    if len(_builds) < MAX_BUILDS and build is not None:  # None: the interpreter
+        _builds[key] = build[(programs, 1, 1)]
 
 
 def _scratch(size: int, alignment: int, stream: "int | None") -> torch.Tensor:

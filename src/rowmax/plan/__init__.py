@@ -6,7 +6,7 @@ The plan decides and the kernels obey: they hold no heuristics and read no envir
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from rowmax.device import Device
 from rowmax.errors import Unsupported
@@ -17,7 +17,7 @@ from rowmax.problem import Problem
 Direction = Literal["forward", "backward"]
 
 # Name -> the module that decides for it, in order of preference.
-CANDIDATES = {"aten": cpu.ATEN, "tiled": cpu.TILED, "q_outer": portable}
+CANDIDATES: dict[str, Any] = {"aten": cpu.ATEN, "tiled": cpu.TILED, "q_outer": portable}
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,7 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(
-    problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "", aligned: bool = True
-) -> Plan:
+def plan(problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "", aligned: bool = True) -> Plan:
     """The plan for one direction of `problem` on `device`.
 
     Args:

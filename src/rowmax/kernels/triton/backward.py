@@ -72,8 +72,8 @@ def _walk_keys(
 
 @triton.jit
 def _store_guarded_dq(
-    q_base, k_base, v_base, do_base, dq_base, lse_base, delta_base, q_stride, k_stride, v_stride, do_stride, dq_stride, row, last,
-    len_q, len_k, shift, band, scale,
+    q_base, k_base, v_base, do_base, dq_base, lse_base, delta_base, q_stride, k_stride, v_stride, do_stride, dq_stride, row,
+    last, len_q, len_k, shift, band, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Rows `[row, last]` of dQ once more, with `guarded_dot`; see `_store_guarded` of the forward."""
@@ -89,8 +89,8 @@ def _store_guarded_dq(
         delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
         dq = tl.zeros([GUARD, BLOCK_D], tl.float32)
         dq = _walk_keys(
-            dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift, band,
-            scale * LOG2E, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
+            dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift,
+            band, scale * LOG2E, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
         )  # fmt: skip
         store_tile(dq_base, dq * scale, piece, dq_stride, len_q, DIM, GUARD, BLOCK_D)
 
@@ -149,8 +149,9 @@ def query_kernel(
     if bad > 0:  # perhaps a NaN or infinity of K that not every row sees
         tl.debug_barrier()
         _store_guarded_dq(
-            q_base, k_base, v_base, do_base, dq_base, lse_ptr + base, delta_ptr + base, q_strides[1], k_strides[1], v_strides[1],
-            do_strides[1], dq_strides[1], row, last, len_q, len_k, shift, band, scale, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            q_base, k_base, v_base, do_base, dq_base, lse_ptr + base, delta_ptr + base, q_strides[1], k_strides[1],
+            v_strides[1], do_strides[1], dq_strides[1], row, last, len_q, len_k, shift, band, scale,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -168,7 +169,8 @@ def _walk_queries(
     """
     tiles = tiles_of(ranges, BLOCK_M, MASKED)
     for turn in tl.range(0, GROUP * tiles, num_stages=STAGES):
-        member = turn // tiles  # also for a group of one: without this division ptxas spills
+        # For a group of one a zero that the compiler does not see through: with a plain 0 ptxas spills, a division costs time.
+        member = turn // tiles if GROUP > 1 else tl.cast(col < 0, tl.int32)
         row = tile_start(turn - member * tiles, ranges, BLOCK_M, MASKED)
         if scale_log2 == float("inf"):  # never: a use of dk here makes Triton wait for last turn's product inside the turn.
             if WANT_DK:  # Without it the product stays in flight over the back edge, and ptxas serialises every wgmma (C7515).
@@ -254,8 +256,8 @@ def key_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dk, dv = _walk_queries(
-        dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
-        band, scale_log2, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False,
+        dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k,
+        shift, band, scale_log2, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False,
         STAGES,
     )  # fmt: skip
     dk, dv = _walk_queries(
