@@ -48,8 +48,9 @@ setup: $(READY) $(READY_DEMO)
 demo: $(READY_DEMO)
 	@$(RUN) -m rowmax demo $(if $(QUESTION),"$$QUESTION") $(ARGS)
 
+# Two processes of one thread each: most of the time goes to Triton's interpreter and compiler, which use one.
 test: $(READY)
-	$(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 $(ARGS)
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu --require-gpu $(ARGS)
