@@ -13,8 +13,9 @@ from rowmax.problem import Problem
 # fp64: c covers products and exponential; the worst seen was 4.9 of 16 (fp32, 120 random cases up to 4001 keys). In fp64 the
 # oracle may err as much again.
 _ELEMENT = {"bf16": (2.0, 4.0), "fp16": (2.0, 4.0), "fp32": (16.0, 16.0), "fp64": (32.0, 32.0)}
-# A score is a sum of dim_qk products. Where they have one sign its rounding is 0.33 sqrt(dim_qk) roundoffs of the sum on average
-# and 4.5 times that among the thousands of scores of a case: 1.05 times a bound of 4 was seen at dim_qk 128 with logits of 10^4.
+# A score is a sum of dim_qk products. Where they have one sign its rounding is 0.33 sqrt(dim_qk) roundoffs of the sum on
+# average and 4.5 times that among the thousands of scores of a case: 1.05 times a bound of 4 was seen at dim_qk 128 with logits
+# of 10^4.
 # It weighs nothing at ordinary logits.
 _SUM_OF_PRODUCTS = 1.5
 # RMS error over that of the textbook computation, and slack in units of u RMS(A): the gate, and where a person should look.
