@@ -63,9 +63,8 @@ def test_fakes_have_the_shapes_types_and_strides_of_the_real_ones(text, layout, 
     for need_lse in (True, False):
         same_metadata(FORWARD, (need_lse, *call))
     out, lse = FORWARD(True, *call)
-    for needs in ((True, True, True), (False, True, False)):
-        for given in ((grad_out, grad_lse), (grad_out, None), (None, grad_lse)):
-            same_metadata(BACKWARD, (needs, *given, out, lse, *call))
+    for needs, *given in (((True, True, True), grad_out, grad_lse), ((False, True, False), None, grad_lse)):
+        same_metadata(BACKWARD, (needs, *given, out, lse, *call))
 
 
 def same_metadata(operator, call):
@@ -292,7 +291,7 @@ def test_forward_mode_and_vmap_are_refused_or_right():
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
-@pytest.mark.parametrize("text", ["b2 h4/2 q9 k12 d16 fp32 causal", "b3 h4/2 q14 k14 d16 fp16 packed window(3,0)"])
+@pytest.mark.parametrize("text", ["b1 h2/1 q9 k12 d16 fp32 causal", "b3 h2/1 q14 k14 d16 fp16 packed window(3,0)"])
 def test_any_subset_of_inputs_may_need_a_gradient(text, needed, backend, device):
     """The same gradients as when all need one, bit for bit, and None for the others."""
     problem = Problem.parse(text)

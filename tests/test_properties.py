@@ -348,7 +348,7 @@ def test_c1_to_c4_sums_of_the_gradients(call, seed):
 
 # ---- the same, on every backend, for a few problems ------------------------------------------------------------------
 
-FEW = ["b2 h4/2 q19 k37 d16 {} causal", "b1 h2 q37 k19 d8/16 {} window(6,2)", "b1 h3 q20 k20 d16 {}"]
+FEW = ["b2 h2/1 q19 k21 d16 {} causal", "b1 h2 q21 k19 d8/16 {} window(6,2)", "b1 h1 q20 k20 d16 {}"]
 SMALL = {"q_outer": "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]", "tiled": "tiled[4x8, 4x8, 4x8]", "aten": "aten"}
 
 
@@ -373,7 +373,7 @@ def test_layouts_on_every_backend(text, layout, backend, device):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("text", [FEW[0].replace("q19 k37", "q37 k19"), FEW[1], "b1 h2 q20 k60 d16 {} window(4,3)"])
+@pytest.mark.parametrize("text", ["b1 h2/1 q37 k19 d16 {} causal", FEW[1], "b1 h2 q20 k60 d16 {} window(4,3)"])
 def test_hidden_values_on_every_backend(text, value, backend, device):
     problem = Problem.parse(text.format("fp16"))
     plan = planned(backend, device, problem)
@@ -397,16 +397,16 @@ def test_propagation_on_every_backend(text, where, backend, device):
         pytest.skip("the sets are drawn on the CPU; `cases` covers the GPU")
     problem = Problem.parse(text.format("fp32"))
     plan = planned(backend, device, problem)
-    for seed in range(2):
+    for seed in range(1 if backend == "q_outer" else 5):
         check_propagation(problem, testing.operands(problem), plan, seed, where)
 
 
-@pytest.mark.parametrize("text", ["b2 h4/2 q40 k40 d16 fp16 causal", "b3 h2 q40 k40 d16 fp16 packed"])
+@pytest.mark.parametrize("text", ["b1 h2/1 q40 k40 d16 fp16 causal", "b3 h1 q40 k40 d16 fp16 packed"])
 def test_repeats_are_bitwise_equal(text, backend, device):
     """The forward always, and the backward too: no sum depends on who comes first."""
     problem = Problem.parse(text)
     plan = planned(backend, device, problem)
     operands = testing.operands(problem, device=device)
     first = differentiate(problem, operands, plan)
-    for _ in range(2 if device == "cpu" else 10):
+    for _ in range(1 if device == "cpu" else 10):
         identical(differentiate(problem, operands, plan), first)

@@ -130,7 +130,7 @@ KERNEL_MUTANTS = {
     "output not divided": (TILE, "return acc * tl.expand_dims(1.0 / l_safe, 1), lse", "return acc, lse", 1),
     "scale off by a hundredth": (LAUNCH, "problem.scale * LOG2E", "problem.scale * 1.01 * LOG2E", 1),
     "scale of the padded dimension": (LAUNCH, "problem.scale * LOG2E", "_padded(problem.dim_qk) ** -0.5 * LOG2E", 1),
-    "negative scale not applied first": (LAUNCH, "prescale = problem.scale <= 0", "prescale = False", 1),
+    "negative scale not applied first": (LAUNCH, "problem.scale <= 0", "False", 1),
     "16-bit accumulator": (
         FORWARD,
         "acc = acc * alpha[:, None]",
@@ -218,9 +218,9 @@ KERNEL_MUTANTS = {
 
 # (spelling, kind, layout, lengths): small, and each with the power to show some of the faults.
 CASES = [
-    ("b2 h4/2 q37 k53 d24/16 fp16 window(9,4)", "probe", "gaps", None),
-    ("b1 h2 q40 k40 d16 fp32 causal", "normal", "contiguous", None),
-    ("b3 h4/2 q50 k50 d16 fp16 packed causal", "normal", "heads_first", ((17, 20), (0, 9), (33, 21))),
+    ("b2 h2/1 q37 k53 d24/16 fp16 window(9,4)", "probe", "gaps", None),
+    ("b1 h4/2 q20 k40 d16 fp32 causal", "normal", "contiguous", None),
+    ("b3 h2/1 q50 k50 d16 fp16 packed causal", "normal", "heads_first", ((17, 20), (0, 9), (33, 21))),
     ("b1 h2 q40 k24 d16 fp16 causal", "normal", "contiguous", None),
     ("b1 h1 q20 k72 d16 fp16", "shift(-120)", "contiguous", None),
     ("b1 h2 q37 k40 d24/16 fp16 scale=-0.3", "spiky", "heads_first", None),
