@@ -1,31 +1,150 @@
 """Row blocks of Q outside, column tiles of K/V inside: the walk that the forward and the backward share.
 
-A chunk is some KV heads of some sequences. Its query heads are folded into rows, `[n, G * rows, D]` against `[n, cols, D]`,
-so that K and V are never repeated for grouped heads. A score block has at most `block_m * block_n` elements of the plan's
-tile: memory grows with the length, never with its square.
+A chunk is some KV heads of some sequences. The query heads of a group are folded into the rows of their KV head,
+`[n, G * rows, D]` against `[n, cols, D]`, so that K and V are never repeated. A score block has at most
+`block_m * block_n` elements of the plan's tile, whatever the lengths: memory is linear in the length.
 """
 
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax.mask import end_key, first_key, first_query
+from rowmax.mask import Band, end_key, end_query, first_key, first_query
 from rowmax.plan.tile import key_ranges
 
+# The type that scores are computed in. A half type's products are exact in fp32; fp16 matmuls are 40 times slower here.
+COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+# The type of the large matmuls whose operands (P, dS) may be rounded: bf16 has fast ones, and fp32 sums inside.
+MATMUL = {torch.float16: torch.float32}
 
-class Columns(NamedTuple):
-    """Columns `[start, end)` of K/V for one row block. Those in `[full_start, full_end)` are seen by all its rows."""
 
+class Scratch:
+    """The large temporaries of one call, by name. Fresh ones for every block cost 10% of the forward in page faults."""
+
+    def __init__(self):
+        self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._edges: dict[tuple, torch.Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor with undefined contents; the next one of this name takes its memory."""
+        size = 1
+        for length in shape:
+            size *= length
+        flat = self._flat.get((name, dtype))
+        if flat is None or flat.numel() < size:
+            self._flat[name, dtype] = flat = torch.empty(size, dtype=dtype)
+        return flat[:size].view(shape)
+
+    def edge(self, rows: int, cols: int, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[rows, cols]`: 0 where `first + i <= j < end + i`, -inf elsewhere. The blocks of a call share a few of them."""
+        key = (rows, cols, first, end, dtype)
+        if key not in self._edges:
+            j = torch.arange(cols) - torch.arange(rows).unsqueeze(1)
+            seen = (j >= first) & (j < end)
+            self._edges[key] = torch.zeros(rows, cols, dtype=dtype).masked_fill_(~seen, -torch.inf)
+        return self._edges[key]
+
+
+class Geometry(NamedTuple):
+    """Lengths and band of one set of equally long sequences; rows and columns are counted from their start."""
+
+    len_q: int
+    len_k: int
+    band: Band
+
+    @property
+    def shift(self) -> int:
+        return self.len_k - self.len_q
+
+    @property
+    def live_row(self) -> int:
+        """Rows before this one see nothing; every later row sees a key (bottom-right alignment, sides >= 0)."""
+        if self.len_k == 0:
+            return self.len_q
+        return min(max(first_query(0, self.shift, self.band), 0), self.len_q)
+
+    def row_blocks(self, step: int, tail: int = 0) -> Iterator["RowBlock"]:
+        """Blocks of `step` rows, from the last to the first; the last `tail` rows have a block of their own.
+
+        Under a causal mask the largest comes first and the scratch memory of the others is part of its own.
+        """
+        cut = max(self.len_q - tail, self.live_row)
+        for first, end in ((cut, self.len_q), (self.live_row, cut)):
+            for row in reversed(range(first, end, step)):
+                rows = min(step, end - row)
+                yield RowBlock(self, row, rows, *key_ranges(row, rows, self.len_q, self.len_k, 1, self.band))
+
+    def keys_of(self, row: int) -> tuple[int, int]:
+        """The keys `[first, end)` that a row sees."""
+        first = max(first_key(row, self.shift, self.band), 0)
+        return first, min(end_key(row, self.shift, self.len_k, self.band), self.len_k)
+
+    def rows_of(self, col: int) -> tuple[int, int]:
+        """The rows `[first, end)` that see a key."""
+        first = max(first_query(col, self.shift, self.band), 0)
+        return first, min(end_query(col, self.shift, self.len_q, self.band), self.len_q)
+
+
+class RowBlock(NamedTuple):
+    """Rows `[row, row + rows)` and the columns `[start, end)` that they see; all of them see `[full_start, full_end)`."""
+
+    geometry: Geometry
+    row: int
+    rows: int
     start: int
     full_start: int
     full_end: int
     end: int
 
+    @property
+    def fewest_columns(self) -> int:
+        """Columns that the row with the fewest sees; along the rows the number rises, then falls."""
+        return min(end - first for first, end in map(self.geometry.keys_of, (self.row, self.row + self.rows - 1)))
+
+    @property
+    def fewest_rows(self) -> int:
+        """Rows, of all blocks, that see the column which the fewest see."""
+        return min(end - first for first, end in map(self.geometry.rows_of, (self.start, self.end - 1)))
+
+    def tiles(self, width: int) -> Iterator[slice]:
+        for start in range(self.start, self.end, width):
+            yield slice(start, min(start + width, self.end))
+
+    def hide(self, s: torch.Tensor, cols: slice, scratch: Scratch, exact: bool) -> None:
+        """Make the hidden scores of a tile `s` `[n, G * rows, cols]` -inf, in place; the interior of the band is not touched.
+
+        Adding -inf is 5 times faster than overwriting (CPU, 256 x 256), but keeps NaN: `exact` overwrites.
+        """
+        _, len_k, band = self.geometry
+        for low, high in ((self.start, self.full_start), (self.full_end, self.end)):
+            low, high = max(low, cols.start), min(high, cols.stop)
+            if low >= high:
+                continue
+            first = first_key(self.row, self.geometry.shift, band) - low if band.left is not None else -self.rows
+            end = end_key(self.row, self.geometry.shift, len_k, band) - low if band.right is not None else high - low
+            edge = scratch.edge(self.rows, high - low, first, end, s.dtype)
+            part = s.unflatten(1, (-1, self.rows))[..., low - cols.start : high - cols.start]
+            if exact:
+                part.masked_fill_(edge != 0, -torch.inf)
+            else:
+                part.add_(edge)
+
+    def blind_rows(self, cols: slice) -> Optional[torch.Tensor]:
+        """`[rows]`: rows that see nothing of one of several tiles; None where every row sees something."""
+        seen_by_all = max(cols.start, self.full_start) < min(cols.stop, self.full_end)
+        if seen_by_all or (cols.start, cols.stop) == (self.start, self.end):
+            return None
+        i = torch.arange(self.row, self.row + self.rows)
+        shift, len_k, band = self.geometry.shift, self.geometry.len_k, self.geometry.band
+        blind = (first_key(i, shift, band) >= cols.stop) | (end_key(i, shift, len_k, band) <= cols.start)
+        return blind if bool(blind.any()) else None
+
 
 def sequences(problem, operands, for_q=(), for_k=()) -> Iterator[tuple[list, list]]:
-    """Each set of sequences of one length, as dense views: those of q and `for_q`, then those of k, v and `for_k`.
+    """Each set of equally long sequences as dense views: q and `for_q`, then k, v and `for_k`.
 
-    Tensors whose rows are queries and which have no head dimension last (LSE: `[B, H, T]`) come as `[B, T, H]` views.
+    Every tensor has the sequence's rows in dimension 1 (packed: 0) and the heads in the next: `[B, T, H, ...]`.
     """
     rows, cols = [operands.q, *for_q], [operands.k, operands.v, *for_k]
     if not problem.packed:
@@ -38,20 +157,29 @@ def sequences(problem, operands, for_q=(), for_k=()) -> Iterator[tuple[list, lis
             yield [t[q0:q1].unsqueeze(0) for t in rows], [t[k0:k1].unsqueeze(0) for t in cols]
 
 
-def by_kv_head(t, heads_k):
+def by_kv_head(t: torch.Tensor, heads_k: int) -> torch.Tensor:
     """`[B, T, Hq, ...]` -> `[B, Hk, G, T, ...]`, a view."""
     return t.unflatten(2, (heads_k, -1)).movedim(1, 3)
 
 
-def first_live_row(len_q, len_k, band) -> int:
-    """Rows before this one see nothing; all later ones see at least one key (bottom-right alignment, sides >= 0)."""
-    if len_k == 0:
-        return len_q
-    return min(max(first_query(0, len_k - len_q, band), 0), len_q)
+class Chunks(NamedTuple):
+    """How a set of sequences is cut: `step` rows a block, at most `width` columns a tile, KV heads by `parts`."""
+
+    step: int
+    width: int
+    parts: list[tuple[slice, slice]]
+
+    @classmethod
+    def of(cls, tile, geometry: Geometry, batch: int, heads_k: int, group: int) -> "Chunks":
+        step = max(1, min(tile.block_m // group, geometry.len_q))
+        widest = max((block.end - block.start for block in geometry.row_blocks(step)), default=0)
+        width = max(1, min(widest, tile.block_n))
+        most = max(1, tile.block_m * tile.block_n // (group * step * width)) if widest else batch * heads_k
+        return cls(step, width, list(_rectangles(batch, heads_k, most)) if widest else [])
 
 
-def chunks(batch, heads, most) -> Iterator[tuple[slice, slice]]:
-    """Rectangles of the `[batch, heads]` plane with at most `most` members (at least one)."""
+def _rectangles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Cuts the `[batch, heads]` plane into pieces of at most `most` members."""
     if most >= heads:
         step = max(1, most // heads)
         for b in range(0, batch, step):
@@ -62,20 +190,6 @@ def chunks(batch, heads, most) -> Iterator[tuple[slice, slice]]:
             yield slice(b, b + 1), slice(h, min(h + most, heads))
 
 
-def columns(row, rows, len_q, len_k, band) -> Columns:
-    return Columns(*key_ranges(row, rows, len_q, len_k, 1, band))
-
-
-def hide(s, value, row, rows, start, columns, shift, len_k, band) -> None:
-    """Write `value` into the hidden pairs of a tile `s` `[n, G * rows, cols]` whose first column is `start`, in place.
-
-    Only the columns at the two edges of the band are touched; the interior has no hidden pair.
-    """
-    end = start + s.shape[-1]
-    for low, high in ((columns.start, columns.full_start), (columns.full_end, columns.end)):
-        low, high = max(low, start), min(high, end)
-        if low < high:
-            i = torch.arange(row, row + rows).unsqueeze(1)
-            j = torch.arange(low, high)
-            hidden = (j < first_key(i, shift, band)) | (j >= end_key(i, shift, len_k, band))
-            s.unflatten(1, (-1, rows))[..., low - start : high - start].masked_fill_(hidden, value)
+def fold(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[b, h, ...]` -> `[n, ...]`, contiguous, in `dtype`."""
+    return t.to(dtype).flatten(0, 1).contiguous()

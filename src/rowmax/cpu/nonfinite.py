@@ -17,12 +17,12 @@ def all_finite(t) -> bool:
     return t.numel() == 0 or bool(torch.isfinite(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))))
 
 
-def forward(problem, operands, out, lse, run):
-    """The output with non-finite values of V marked in the rows that see them. Scores need no repair: hidden ones are
-    overwritten, not multiplied."""
+def forward(problem, operands, run):
+    """The results of `run(operands)`, which keeps hidden scores apart, with the non-finite values of V marked in the rows that
+    see them."""
     bad = ~torch.isfinite(operands.v)
     if not bool(bad.any()):
-        return out, lse
+        return run(operands)
     out, lse = run(operands._replace(v=operands.v.masked_fill(bad, 0.0)))
     for (_, o), (_, _, marked) in blocks.sequences(problem, operands, (out,), (bad,)):
         o.masked_fill_(_to_query_heads(_rows_that_see(marked, o.shape[1], problem.band), problem), torch.nan)
@@ -59,8 +59,7 @@ def backward(problem, operands, out, lse, grad_out, grad_lse, grads, run):
     if grad_lse is not None:
         grad_lse = grad_lse.masked_fill(~torch.isfinite(grad_lse) | gone, 0.0)
     dq, dk, dv = run(clean, out, lse, grad_out, grad_lse)
-    marks_dv = bad_do | no_weights.unsqueeze(-1)
-    row_marks, key_marks = (no_scores, marks_dv), ()
+    row_marks = (no_scores, bad_do | no_weights.unsqueeze(-1))
     for_q = (*row_marks, dq) if dq.numel() else row_marks
     for_k = tuple(t for t in (dk, dv) if t.numel())
     for (_, scores, do_marks, *row_dq), (_, _, *cols) in blocks.sequences(problem, operands, for_q, for_k):

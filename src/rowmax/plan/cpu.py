@@ -1,7 +1,8 @@
 """Candidates on the CPU: torch's own flash operator where it covers the problem, the tiled algorithm elsewhere."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 
