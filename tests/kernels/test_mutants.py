@@ -252,8 +252,8 @@ CPU_MUTANTS = {
     "first tile skipped": (WALK, "range(self.start, self.end, width)", "range(self.start + width, self.end, width)", 1),
     "last row block skipped": (
         WALK,
-        "range(self.live_row, self.len_q, step)",
-        "range(self.live_row, self.len_q - step + 1, step)",
+        "in reversed(range(first, end, step)):",
+        "in list(reversed(range(first, end, step)))[1:]:",
         1,
     ),
     "KV heads taken in turn": (
@@ -277,11 +277,16 @@ CPU_MUTANTS = {
     "delta missing": (CPU_BACKWARD, "value=-1.0)", "value=0.0)", 1),
     "gradient of the LSE dropped": (CPU_BACKWARD, "delta -= grad_lse.movedim(-1, -2)", "pass", 1),
     "gradient of the LSE added": (CPU_BACKWARD, "delta -= grad_lse", "delta += grad_lse", 1),
-    "dQ without the scale": (CPU_BACKWARD, "dq_acc.mul_(problem.scale)", "dq_acc", 1),
-    "dK without the scale": (CPU_BACKWARD, "dk_acc.mul_(problem.scale)", "dk_acc", 1),
-    "dK of the last block alone": (CPU_BACKWARD, "acc += torch.bmm(rows.mT", "acc[:] = torch.bmm(rows.mT", 1),
-    "dQ of the last tile alone": (CPU_BACKWARD, "dq_acc += torch.bmm(ds", "dq_acc = torch.bmm(ds", 1),
-    "P of the backward not hidden": (CPU_BACKWARD, "    block.hide(x, cols, scratch, exact=False)\n", "", 1),
+    "dQ without the scale": (CPU_BACKWARD, "beta=0, alpha=chunk.scale / unit", "beta=0, alpha=1 / unit", 1),
+    "dK without the scale": (CPU_BACKWARD, "q, ds, chunk.scale / unit, scratch", "q, ds, 1 / unit, scratch", 1),
+    "dK of the last block alone": (CPU_BACKWARD, "acc.add_(torch.bmm(", "acc.zero_().add_(torch.bmm(", 1),
+    "dQ of the last tile alone": (
+        CPU_BACKWARD,
+        "tile_dq if row_dq is None else row_dq.to(",
+        "tile_dq if True else row_dq.to(",
+        1,
+    ),
+    "P of the backward not hidden": (CPU_BACKWARD, "        block.hide(x, cols, scratch, exact=False)\n", "", 1),
 }
 CPU_PLAN = "tiled[8x16, 8x16, 8x16]"
 
