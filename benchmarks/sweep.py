@@ -117,7 +117,7 @@ def run_variant(problem: Problem, which: str, tile: str, algorithm: str, inputs)
     operands, grad_out, out, lse = inputs
     plan = Plan(algorithm, (Tile.parse(tile),) * 2)
     if which == "forward":
-        return lambda: launch.forward(problem, operands, plan, False)[:1]
+        return lambda: launch.Forward(problem, plan, False)(*operands)[:1]
     needs = (which == "dq", which == "dkdv", which == "dkdv")
 
     def call():

@@ -22,7 +22,8 @@ def pytest_addoption(parser):
 
 def pytest_generate_tests(metafunc):
     """`backend, device`: every backend of this machine; those on a GPU carry the mark `gpu`."""
-    if {"backend", "device"} <= set(metafunc.fixturenames):
+    own = any("backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if {"backend", "device"} <= set(metafunc.fixturenames) and not own:
         here = [pytest.param(name, "cpu", id=name) for name in cases.backends("cpu")]
         gpu = [pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in cases.backends("cuda")]
         metafunc.parametrize(("backend", "device"), here + gpu)

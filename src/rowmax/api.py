@@ -4,8 +4,9 @@ from typing import Optional, Union
 
 import torch
 
+from rowmax.eager import forward_without_gradient
 from rowmax.errors import ProblemError
-from rowmax.ops import FORWARD, forward_below_autograd, in_forward_mode
+from rowmax.ops import FORWARD, in_forward_mode
 from rowmax.plan import Plan
 
 Window = tuple[Optional[int], Optional[int]]
@@ -151,7 +152,7 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
     need_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = scale if scale is None or type(scale) is float else _number("scale", scale)
     dispatched = need_grad or torch.compiler.is_compiling() or in_forward_mode()
-    forward = FORWARD if dispatched else forward_below_autograd
+    forward = FORWARD if dispatched else forward_without_gradient
     max_q, max_k = _hint("max_seqlen_q", max_q), _hint("max_seqlen_k", max_k)
     preferred = "" if plan is None else str(plan)
     out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, preferred)

@@ -49,12 +49,18 @@ def _describe(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, s
     return problem, operands
 
 
-def _forward(need_lse, *call):
+def plan_forward(*call):
+    """`(problem, operands, plan)` of a call of the operator, validated."""
     problem, operands = _describe(*call)
     q, k, v = operands[:3]
-    chosen = plan(problem, Device.of(q), prefer=call[-1], aligned=q.is_cpu or aligned(q, k, v))
+    return problem, operands, plan(problem, Device.of(q), prefer=call[-1], aligned=q.is_cpu or aligned(q, k, v))
+
+
+def _forward(need_lse, *call):
+    problem, operands, chosen = plan_forward(*call)
     if chosen.algorithm == "q_outer":
-        return _kernels().forward(problem, operands, chosen, need_lse)
+        out, lse = kernels().Forward(problem, chosen, need_lse)(*operands)
+        return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
     with _own_precision():
         return cpu.forward(problem, operands, chosen, need_lse)
 
@@ -67,7 +73,7 @@ def _backward(needs, grad_out, grad_lse, out, lse, *call):
     rows_aligned = q.is_cpu or aligned(q, k, v, grad_out)
     chosen = plan(problem, Device.of(q), direction="backward", prefer=call[-1], aligned=rows_aligned)
     if chosen.algorithm == "q_outer":
-        return _kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
+        return kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
     with _own_precision():
         return cpu.backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
 
@@ -77,7 +83,8 @@ def _own_precision():
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
 
 
-def _kernels():
+def kernels():
+    """`rowmax.kernels.launch`, imported when it is needed."""
     try:
         from rowmax.kernels import launch
     except ModuleNotFoundError as error:

@@ -47,7 +47,7 @@ def run_guarded(problem, operands, prefer: str, filler: float = math.nan):
     options = {"prefer": prefer, "aligned": aligned(*operands[:3])}
     forward, backward = (plan(problem, Device.of(device), direction=way, **options) for way in ("forward", "backward"))
     with active(filler):
-        out, lse = launch.forward(problem, operands, forward, True)
+        out, lse = launch.Forward(problem, forward, True)(*operands)
         given = testing.cotangents(problem, device=device)
         return (out, lse, *launch.backward(problem, operands, out, lse, *given, (True, True, True), backward))
 
@@ -83,7 +83,7 @@ class _Guard:
     def __init__(self, tensor: torch.Tensor, filler: float):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = last + 1 if tensor.numel() else 0
-        self.flat = tensor.as_strided((span,), (1,))
+        self.flat = tensor.data.as_strided((span,), (1,))  # .data: writing back is no change that autograd should see
         filler = filler if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
         self.storage = torch.full((2 * MARGIN + span,), filler, dtype=tensor.dtype, device=tensor.device)
         self.margin = self.storage[:MARGIN].clone()

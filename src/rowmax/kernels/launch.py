@@ -31,19 +31,35 @@ class Call(NamedTuple):
     tile: Tile
 
 
-def forward(problem: Problem, operands: Operands, plan: Plan, need_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)`; without `need_lse` the LSE is not stored and an empty tensor stands for it."""
-    out_shape, lse_shape = problem.outputs()
-    q = operands.q
-    empty = problem.packed or not _has_work(problem)  # rows outside every sequence are written by nobody
-    out = q.new_zeros(out_shape) if empty else q.new_empty(out_shape)
-    lse_shape = lse_shape if need_lse else (0,)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    if empty:
-        lse.fill_(-torch.inf)
-    if _has_work(problem):
-        _launch(q.device, forward_call(problem, operands, plan.tiles[0], out, lse if need_lse else None))
-    return out, lse
+class Forward:
+    """The forward of calls that differ in nothing but the addresses of their tensors; all else is worked out once."""
+
+    def __init__(self, problem: Problem, plan: Plan, need_lse: bool):
+        self._problem, self._tile = problem, plan.tiles[0]
+        self._out_shape, self._lse_shape = problem.outputs()
+        self._need_lse = need_lse
+        self._has_work = _has_work(problem)
+        self._clear = problem.packed or not self._has_work  # rows outside every sequence are written by nobody
+        self._build: Any = None
+        self._numbers: tuple = ()
+
+    def __call__(self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """`(out, lse)`; lse is None unless it is needed."""
+        out = q.new_zeros(self._out_shape) if self._clear else q.new_empty(self._out_shape)
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._need_lse else None
+        if self._clear and lse is not None:
+            lse.fill_(-torch.inf)
+        if not self._has_work:
+            return out, lse
+        device = q.device
+        if self._build is not None and device.index == torch.cuda.current_device():
+            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+            _run(self._build, self._tile, *[t if t is None else t.data_ptr() for t in tensors], *self._numbers)
+        else:
+            operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+            call = forward_call(self._problem, operands, self._tile, out, lse)
+            self._build, self._numbers = _launch(device, call), call.numbers
+        return out, lse
 
 
 def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
@@ -152,12 +168,12 @@ def _constants(problem: Problem, tile: Tile) -> tuple[int, ...]:
     return (problem.group, *dims, tile.block_m, tile.block_n, _padded(problem.dim_qk), _padded(problem.dim_v))
 
 
-def _launch(device: torch.device, call: Call) -> None:
+def _launch(device: torch.device, call: Call) -> Any:
+    """Run it; returns the launch of the compiled kernel (None under the interpreter)."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch_here(device, call)
-    else:
-        _launch_here(device, call)
+            return _launch_here(device, call)
+    return _launch_here(device, call)
 
 
 # What a build depends on -> the launch of a compiled kernel. Triton's own lookup inspects every argument on every call: 21 us
@@ -165,20 +181,27 @@ def _launch(device: torch.device, call: Call) -> None:
 _builds: dict = {}
 
 
-def _launch_here(device: torch.device, call: Call) -> None:
+def _launch_here(device: torch.device, call: Call) -> Any:
     kernel, programs, tensors, numbers, tile = call
-    if tile.descriptors:
-        triton.set_allocator(_scratch)
-    addresses = [t if t is None else t.data_ptr() for t in tensors]
     kinds = [t if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
     key = (kernel.fn, device.index, programs, tile.warps, numbers, *kinds)
     build = _builds.get(key)
     if build is not None:
-        build(*addresses, *numbers)
-        return
-    build = kernel[(programs,)](*tensors, *numbers, num_warps=tile.warps, num_stages=tile.stages)
-    if len(_builds) < MAX_BUILDS and build is not None:  # None: the interpreter
-        _builds[key] = build[(programs, 1, 1)]
+        _run(build, tile, *[t if t is None else t.data_ptr() for t in tensors], *numbers)
+        return build
+    compiled = _run(kernel[(programs,)], tile, *tensors, *numbers, num_warps=tile.warps, num_stages=tile.stages)
+    if compiled is None:  # the interpreter
+        return None
+    if len(_builds) >= MAX_BUILDS:
+        _builds.clear()
+    _builds[key] = build = compiled[(programs, 1, 1)]
+    return build
+
+
+def _run(launch, tile: Tile, *arguments, **options) -> Any:
+    if tile.descriptors:
+        triton.set_allocator(_scratch)  # it holds for one thread
+    return launch(*arguments, **options)
 
 
 def _scratch(size: int, alignment: int, stream: "int | None") -> torch.Tensor:

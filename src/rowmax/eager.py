@@ -1,0 +1,50 @@
+"""Eager calls without gradients: the second call of a kind goes straight to its launch.
+
+The dispatcher, the checks and the plan cost several times what enqueueing the kernel does, which is what a small or a decoding
+call waits for. They depend on everything about a call but the addresses and contents of its tensors, so their result is kept.
+"""
+
+import torch
+
+from rowmax.ops import forward_below_autograd, kernels, plan_forward
+
+MOST = 4096  # a key holds lengths, and a server may meet any number of them
+_prepared: dict = {}  # form of a call -> its launch; None: no kernel of ours runs it
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr()  # taken away by inference mode
+_USUAL_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).raw_repr() | _VIEWS
+
+
+def forward_without_gradient(need_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers):
+    """`rowmax::forward` when no input needs a gradient. `numbers` are its other arguments, in order."""
+    operands = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if _somebody_listens(q, k, v) or (cu_seqlens_q is not None and cu_seqlens_q.is_cpu):  # values on the CPU are checked
+        return forward_below_autograd(need_lse, *operands, *numbers)
+    form = (
+        *(need_lse, numbers, None if cu_seqlens_q is None else (_form(cu_seqlens_q), _form(cu_seqlens_k))),
+        *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
+        *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16),
+        *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16),
+    )
+    launch = _prepared.get(form, False)
+    if launch is False:
+        problem, _, plan = plan_forward(*operands, *numbers)
+        launch = kernels().Forward(problem, plan, need_lse) if plan.algorithm == "q_outer" else None
+        if len(_prepared) >= MOST:
+            _prepared.clear()
+        _prepared[form] = launch
+    return forward_below_autograd(need_lse, *operands, *numbers) if launch is None else launch(*operands)
+
+
+def _somebody_listens(q, k, v) -> bool:
+    """Does a tensor subclass, a dispatch mode, a functorch transform, a trace or the profiler want to see the operator?"""
+    return (
+        not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        or torch._C._dispatch_tls_local_include_set().raw_repr() | _VIEWS != _USUAL_KEYS
+        or torch._C._len_torch_function_stack() > 0
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def _form(t: torch.Tensor):
+    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16

@@ -1,0 +1,122 @@
+"""The shortcut of eager calls without gradients: what it may reuse, and when it must step aside."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rowmax
+from rowmax import Problem, eager, testing
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    eager._prepared.clear()
+
+
+pytestmark = pytest.mark.parametrize(
+    ("backend", "device"), [("tiled", "cpu"), ("q_outer", "cpu"), pytest.param("q_outer", "cuda", marks=pytest.mark.gpu)]
+)
+
+
+class Names(TorchDispatchMode):
+    """The operators that pass by."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.seen.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("text", ["b2 h4/2 q5 k7 d16 fp32 causal", "b3 h2 q12 k17 d16/8 fp16 packed window(3,1)"])
+def test_a_prepared_call_gives_what_the_operator_gives_on_new_data(text, backend, device):
+    problem = Problem.parse(text)
+    for seed in range(3):
+        operands = testing.operands(problem, device=device, seed=seed)
+        out, lse = testing.attend(problem, operands, plan=backend)
+        with Names() as names:
+            want, want_lse = testing.attend(problem, operands, plan=backend)
+        assert "rowmax.forward.default" in names.seen
+        assert torch.equal(out, want)
+        assert torch.equal(lse, want_lse)
+
+
+def test_calls_that_differ_do_not_share_a_launch(backend, device):
+    wide = torch.randn(1, 6, 2, 33, device=device)
+    q, unaligned = wide[..., :16], wide[..., 1:17]
+    packed = q.contiguous()
+    k, v = torch.randn(2, 1, 6, 2, 16, device=device)
+    variants = [
+        dict(),
+        dict(causal=True),
+        dict(window=(1, None)),
+        dict(window=(None, 1)),
+        dict(scale=0.5),
+        dict(scale=-0.5),
+        dict(return_lse=True),
+        dict(causal=True, window=(1, 0)),
+    ]
+    for _ in range(2):  # the second turn is prepared
+        for options in variants:
+            for queries in (q, unaligned, packed):
+                got = rowmax.attention(queries, k, v, plan=backend, **options)
+                with Names():
+                    want = rowmax.attention(queries, k, v, plan=backend, **options)
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+    known = len(eager._prepared)
+    rowmax.attention(q.half(), k.half(), v.half(), plan=backend)
+    rowmax.attention(q[:, :5], k, v, plan=backend)
+    assert len(eager._prepared) == known + 2
+
+
+def test_listeners_see_the_operator_of_a_prepared_call(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    rowmax.attention(q, q, q, plan=backend)
+    rowmax.attention(q, q, q, plan=backend)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        rowmax.attention(q, q, q, plan=backend)
+    assert any(event.key == "rowmax::forward" for event in profiled.key_averages())
+    many = torch.randn(3, 1, 5, 2, 16, device=device)
+    out = torch.func.vmap(lambda x: rowmax.attention(x, x, x, plan=backend))(many)
+    assert torch.equal(out, torch.stack([rowmax.attention(x, x, x, plan=backend) for x in many]))
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that counts what reaches it."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        cls.seen += "rowmax" in str(function)
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def test_a_tensor_subclass_sees_the_operator(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    want = rowmax.attention(q, q, q, plan=backend)
+    before = Wrapped.seen
+    out = rowmax.attention(q.as_subclass(Wrapped), q, q, plan=backend)
+    assert Wrapped.seen > before
+    assert torch.equal(out.as_subclass(torch.Tensor), want)
+
+
+def test_bad_input_is_refused_though_an_equal_call_was_prepared(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    rowmax.attention(q, q, q, scale=1.0, window=(1, 1), plan=backend)
+    for options in (dict(scale=True), dict(window=(True, 1)), dict(scale=float("nan"))):
+        with pytest.raises(rowmax.ProblemError):
+            rowmax.attention(q, q, q, plan=backend, **{"scale": 1.0, "window": (1, 1), **options})
+    with pytest.raises(rowmax.ProblemError):
+        rowmax.attention(q, q.transpose(1, 3), q, plan=backend)
+
+
+def test_the_memory_of_prepared_calls_is_bounded(backend, device, monkeypatch):
+    monkeypatch.setattr(eager, "MOST", 3)
+    for length in range(2, 9):
+        q = torch.randn(1, length, 1, 16, device=device)
+        rowmax.attention(q, q, q, plan=backend)
+        assert len(eager._prepared) <= 3
