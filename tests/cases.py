@@ -101,6 +101,25 @@ def _cases() -> list[Case]:
         add("non-finite", "b3 h2 q70 k70 d64 fp16 packed causal", kind)
         add("non-finite", "b2 h4/2 q200 k200 d64 bf16 causal", kind, large=True)
 
+    # Enough keys that the CPU path may round scores, where it thinks that nobody can see it.
+    for kind in (
+        "normal",
+        "sparse_int",
+        "v_onehot",
+        "v_ones",
+        "v_index",
+        "probe",
+        "spiky(2)",
+        "spiky",
+        "shift(-60)",
+        "constant",
+    ):
+        add("many keys", "b1 h4/2 q600 k600 d64 bf16 causal", kind)
+    add("many keys", "b1 h2 q300 k800 d128 bf16", "normal", "v_onehot", "probe")
+    add("many keys", "b2 h2 q700 k700 d64 bf16 window(600,0)", "normal", "probe")
+    add("many keys", "b3 h2 q1700 k1700 d32 bf16 packed causal", "normal", "v_onehot")
+    add("many keys", "b1 h2 q40 k1500 d64 bf16 scale=0.02", "normal", "nan(v)")
+
     for dtype in ("bf16", "fp16"):
         add("large", f"b2 h8/2 q1024 k1024 d128 {dtype} causal", "normal", "spiky", large=True)
         add("large", f"b1 h4/2 q1000 k3001 d64 {dtype} causal", "normal", "probe", large=True)

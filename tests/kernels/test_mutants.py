@@ -231,7 +231,7 @@ CASES = [
 KERNEL_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]"
 
 
-WALK, CPU_FORWARD, CPU_BACKWARD = "cpu/blocks.py", "cpu/forward.py", "cpu/backward.py"
+WALK, CPU_FORWARD, CPU_BACKWARD, HALF = "cpu/blocks.py", "cpu/forward.py", "cpu/backward.py", "cpu/half_scores.py"
 CPU_MUTANTS = {
     "one key too many": (
         WALK,
@@ -250,12 +250,7 @@ CPU_MUTANTS = {
     "nothing hidden": (WALK, "part.add_(edge)", "part.add_(0 * edge.clamp(min=0))", 1),
     "aligned to the top left": (WALK, "return self.len_k - self.len_q", "return 0", 1),
     "first tile skipped": (WALK, "range(self.start, self.end, width)", "range(self.start + width, self.end, width)", 1),
-    "last row block skipped": (
-        WALK,
-        "in reversed(range(first, end, step)):",
-        "in list(reversed(range(first, end, step)))[1:]:",
-        1,
-    ),
+    "first row that sees a key skipped": (WALK, "in reversed(range(", "in reversed(range(1 + ", 1),
     "KV heads taken in turn": (
         WALK,
         "t.unflatten(2, (heads_k, -1)).movedim(1, 3)",
@@ -265,7 +260,7 @@ CPU_MUTANTS = {
     "keys of the queries' rows": (WALK, "[t[k0:k1].unsqueeze(0) for t in cols]", "[t[q0:q1].unsqueeze(0) for t in cols]", 1),
     "last sequence skipped": (WALK, "for i in range(problem.batch):", "for i in range(problem.batch - 1):", 1),
     "scale off by a hundredth": (CPU_FORWARD, "problem.scale * LOG2E", "problem.scale * 1.01 * LOG2E", 1),
-    "LSE in base 2": (CPU_FORWARD, ".mul_(LN2)", "", 1),
+    "LSE in base 2": (CPU_FORWARD, "import LN2, LOG2E", "import LOG2E\n\nLN2 = 1.0", 1),
     "tile not normalised": (CPU_FORWARD, "weight = 1.0 / l if", "weight = 0 * l + 1.0 if", 1),
     "merge without weights": (
         CPU_FORWARD,
@@ -274,7 +269,7 @@ CPU_MUTANTS = {
         1,
     ),
     "LSE without the sum": (CPU_FORWARD, "lse = m + l.log2()", "lse = m + 0 * l", 1),
-    "delta missing": (CPU_BACKWARD, "value=-1.0)", "value=0.0)", 1),
+    "delta missing": (CPU_BACKWARD, "-1.0", "0.0", 1),
     "gradient of the LSE dropped": (CPU_BACKWARD, "delta -= grad_lse.movedim(-1, -2)", "pass", 1),
     "gradient of the LSE added": (CPU_BACKWARD, "delta -= grad_lse", "delta += grad_lse", 1),
     "dQ without the scale": (CPU_BACKWARD, "beta=0, alpha=chunk.scale / unit", "beta=0, alpha=1 / unit", 1),
@@ -287,7 +282,21 @@ CPU_MUTANTS = {
         1,
     ),
     "P of the backward not hidden": (CPU_BACKWARD, "        block.hide(x, cols, scratch, exact=False)\n", "", 1),
+    "rounded scores not hidden": (
+        HALF,
+        "    block.hide(s, cols, scratch, exact=False)\n    p = torch.softmax",
+        "    p = torch.softmax",
+        1,
+    ),
+    "rounded weights of the backward not hidden": (
+        HALF,
+        "        block.hide(x, cols, scratch, exact=False)\n        p = x.exp2_()",
+        "        p = x.exp2_()",
+        1,
+    ),
 }
+# Scores are rounded with at least 512 keys.
+CPU_CASES = [("b1 h2 q600 k600 d64 bf16 causal", "normal", "contiguous", None)]
 CPU_PLAN = "tiled[8x16, 8x16, 8x16]"
 
 
@@ -359,9 +368,10 @@ def test_the_kernels_themselves_live(tmp_path):
 @pytest.mark.parametrize("name", CPU_MUTANTS)
 def test_cpu_mutant_is_killed(name, tmp_path):
     with replaced("cpu", [CPU_MUTANTS[name]], tmp_path):
-        assert killed_by(CASES, CPU_PLAN), f"the mutant '{name}' lives"
+        assert killed_by(CASES, CPU_PLAN) or killed_by(CPU_CASES, "tiled"), f"the mutant '{name}' lives"
 
 
 def test_the_cpu_path_itself_lives(tmp_path):
     with replaced("cpu", [], tmp_path):
         assert killed_by(CASES, CPU_PLAN) is None
+        assert killed_by(CPU_CASES, "tiled") is None

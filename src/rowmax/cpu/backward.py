@@ -11,7 +11,19 @@ from typing import NamedTuple, Optional
 import torch
 
 from rowmax.cpu import half_scores
-from rowmax.cpu.blocks import COMPUTE, MATMUL, Chunks, Geometry, RowBlock, Scratch, by_kv_head, fold, sequences
+from rowmax.cpu.blocks import (
+    COMPUTE,
+    MATMUL,
+    Chunks,
+    Geometry,
+    RowBlock,
+    Scratch,
+    by_kv_head,
+    columns_first,
+    fold,
+    sequences,
+    take_rows,
+)
 from rowmax.numerics import LOG2E
 
 # Above this, rounding alone may lift s - lse over the range of exp2; a weight is never above 1, so it is cut there.
@@ -40,14 +52,17 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     # A gradient that is not needed is empty, and has no sequences to cut.
     for_q = (grad_out, lse.movedim(-1, -2), delta, *grads[:1][: needs[0]])
     for_k = tuple(grad for grad, need in zip(grads[1:], needs[1:], strict=True) if need)
-    for rows, (k, v, *dkv) in sequences(problem, operands, for_q, for_k):
+    for rows, cols in sequences(problem, operands, for_q, for_k):
         q, do, row_lse, row_delta, *dq = (by_kv_head(t, problem.heads_k) for t in rows)
-        k, v, *dkv = (t.transpose(1, 2) for t in (k, v, *dkv))
+        k, v, *dkv = (t.transpose(1, 2) for t in cols)
         targets = _Targets(dq[0] if needs[0] else None, dkv[0] if needs[1] else None, dkv[-1] if needs[2] else None)
         geometry = Geometry(q.shape[3], k.shape[2], problem.band)
-        chunks = Chunks.of(tile, geometry, *q.shape[:3])
+        try_half = problem.dtype == torch.bfloat16 and half_scores.bounded(rows[0], cols[0], problem.scale)
+        chunks = Chunks.of(tile, geometry, *q.shape[:3], try_half)
         for part in chunks.parts:
             chunk = _Chunk(problem.scale, geometry, *(t[part] for t in (q, k, v, do, row_lse, row_delta)))
+            if try_half:
+                chunk.try_half_scores(chunks)
             _backward(chunk, chunks, _Targets(*(None if t is None else t[part] for t in targets)), scratch)
     return grads
 
@@ -61,66 +76,62 @@ class _Chunk:
         self.q, self.k, self.v, self.do = (fold(t, matmul) for t in (q, k, v, do))  # [n, G, Tq, D], [n, Tk, D]
         self.lse_log2, self.delta = (t.flatten(0, 1).unsqueeze(-1) for t in (lse * LOG2E, delta))  # [n, G, Tq, 1]
         self._offset = self.lse_log2 - _UNIT_LOG2
-        self._wide: Optional[tuple] = None  # q in units of log2 and k, for scores in the type that is computed in
+        # [n, D + 2, Tk]; the rows of ones are for `half_scores`.
+        self._k_columns = columns_first(self.k, 1.0, 1.0)
+        self._wide: Optional[torch.Tensor] = None  # k `[n, D, Tk]` in the type that scores are computed in
         self._huge = bool((self.lse_log2.abs() > _HUGE_LSE).any())
         self._half: Optional[half_scores.BackwardWeights] = None
         self._attempts = 0
 
     def try_half_scores(self, chunks: Chunks) -> None:
-        """Use rounded scores if they fit; see `half_scores`."""
-        if self.q.dtype != torch.bfloat16 or self.scale == 0:
-            return
-        blocks = [block for block in self.blocks(chunks) if half_scores.eligible(block, chunks.width, backward=True)]
-        if blocks and half_scores.bounded(self.q, self.k, self.scale):
-            half = half_scores.BackwardWeights(self.q, self.k, self.lse_log2, self.scale, self.geometry)
+        """Use rounded scores if they fit."""
+        blocks = [block for block in self.geometry.row_blocks(chunks.step) if half_scores.eligible(block, chunks.width)]
+        if blocks:
+            half = half_scores.BackwardWeights(self.q, self._k_columns, self.lse_log2, self.scale)
             if half.invisible(self.do, blocks):
                 self._half, self._attempts = half, half_scores.ATTEMPTS
 
-    def blocks(self, chunks: Chunks):
-        """The row blocks. The last keys of a causal mask are seen by few rows; those rows have a block of their own."""
-        tail = half_scores.FEWEST_ROWS if self.q.dtype == torch.bfloat16 and self.geometry.band.right is not None else 0
-        return self.geometry.row_blocks(chunks.step, tail)
-
-    def weights(self, block: RowBlock, cols: slice, rows: slice, width: int, scratch: Scratch):
+    def weights(self, block: RowBlock, cols: slice, width: int, scratch: Scratch):
         """`(P * unit, unit)` of one tile, P `[n, G * rows, cols]`."""
-        if self._half and self._attempts and half_scores.eligible(block, width, True):
-            p = self._half.block(block, rows, scratch)
+        if self._half and self._attempts and half_scores.eligible(block, width):
+            p = self._half.block(block, scratch)
             if p is not None:
                 return p, self._half.unit
             self._attempts -= 1
         if self._wide is None:
-            self._wide = self.q.to(self.compute).mul(self.scale * LOG2E), self.k.to(self.compute)
-        q, offset, k = self._wide[0][:, :, rows].flatten(1, 2), self._offset[:, :, rows].flatten(1, 2), self._wide[1][:, cols]
-        shape = (q.shape[0], q.shape[1], k.shape[1])
-        x = torch.baddbmm(offset, q, k.mT, beta=-1, out=scratch("s", shape, q.dtype))
+            self._wide = self._k_columns[:, : self.k.shape[2]].to(self.compute)
+        q_log2 = take_rows(block, self.q).to(self.compute) * (self.scale * LOG2E)
+        shape = (*q_log2.shape[:2], cols.stop - cols.start)
+        x = scratch("s", shape, self.compute)
+        torch.baddbmm(take_rows(block, self._offset), q_log2, self._wide[:, :, cols], beta=-1, out=x)
         block.hide(x, cols, scratch, exact=False)
         p = (x.clamp_(max=_UNIT_LOG2) if self._huge else x).exp2_()
         return (p if p.dtype == self.q.dtype else scratch("p", shape, self.q.dtype).copy_(p)), 2.0**_UNIT_LOG2
 
     def subtracting_delta(self):
-        """do and v with columns added, so that their product is `do.v - delta`: one column, or two bf16 ones of 8 bits each."""
+        """do `[n, G, Tq, .]` in pieces and v `[n, ., Tk]`, so that their product is `do.v - delta`: delta is one more column,
+        or two bf16 ones of 8 bits each."""
         high = self.delta.to(self.do.dtype)
         parts = [high] if high.dtype == self.delta.dtype else [high, (self.delta - high).to(high.dtype)]
-        return torch.cat([self.do, *parts], -1), torch.nn.functional.pad(self.v, (0, len(parts)), value=-1.0)
+        return (self.do, *parts), columns_first(self.v, *(-1.0 for _ in parts))
 
 
 def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch) -> None:
     """All row blocks of one chunk."""
     dq, dk, dv = targets
-    chunk.try_half_scores(chunks)
     do_delta, v_delta = chunk.subtracting_delta()
     dk_acc, dv_acc = (torch.zeros(t.mT.shape, dtype=chunk.compute) for t in (chunk.k, chunk.v))  # [n, D, Tk]
-    for block in chunk.blocks(chunks):
-        rows = slice(block.row, block.row + block.rows)
-        q, do, row_do_delta = (t[:, :, rows].flatten(1, 2) for t in (chunk.q, chunk.do, do_delta))
+    for block in chunk.geometry.row_blocks(chunks.step):
+        q, block_do_delta = take_rows(block, chunk.q), take_rows(block, *do_delta)
+        do = block_do_delta[..., : chunk.do.shape[-1]]
         row_dq = None
         for cols in block.tiles(chunks.width):
-            p, unit = chunk.weights(block, cols, rows, chunks.width, scratch)
+            p, unit = chunk.weights(block, cols, chunks.width, scratch)
             if dv is not None:
                 _add_rows(dv_acc[:, :, cols], do, p, 1 / unit, scratch)
             if dq is None and dk is None:
                 continue
-            ds = torch.bmm(row_do_delta, v_delta[:, cols].mT, out=scratch("ds", p.shape, p.dtype)).mul_(p)
+            ds = torch.bmm(block_do_delta, v_delta[:, :, cols], out=scratch("ds", p.shape, p.dtype)).mul_(p)
             if dk is not None:
                 _add_rows(dk_acc[:, :, cols], q, ds, chunk.scale / unit, scratch)
             if dq is not None:
@@ -130,13 +141,13 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
                     tile_dq = torch.zeros_like(q)
                 row_dq = tile_dq if row_dq is None else row_dq.to(chunk.compute).add_(tile_dq)
         if dq is not None and row_dq is not None:
-            target = dq[:, :, :, rows]
+            target = dq[:, :, :, block.row : block.row + block.rows]
             target.copy_(row_dq.view(target.shape))
-    for target, acc in ((dk, dk_acc), (dv, dv_acc)):  # type: ignore[assignment]
-        if target is not None:
+    for grad, acc in ((dk, dk_acc), (dv, dv_acc)):
+        if grad is not None:
             # One head after another: torch transposes a matrix 3 times faster than a batch of them.
-            rows_first = torch.stack([head.to(target.dtype).t().contiguous() for head in acc])
-            target.copy_(rows_first.view(target.shape))
+            rows_first = torch.stack([head.to(grad.dtype).t().contiguous() for head in acc])
+            grad.copy_(rows_first.view(grad.shape))
 
 
 def _add_rows(acc, rows, weights, factor: float, scratch: Scratch) -> None:

@@ -8,7 +8,19 @@ than exp in torch on a CPU.
 import torch
 
 from rowmax.cpu import half_scores
-from rowmax.cpu.blocks import COMPUTE, MATMUL, Chunks, Geometry, RowBlock, Scratch, by_kv_head, fold, sequences
+from rowmax.cpu.blocks import (
+    COMPUTE,
+    MATMUL,
+    Chunks,
+    Geometry,
+    RowBlock,
+    Scratch,
+    by_kv_head,
+    columns_first,
+    fold,
+    sequences,
+    take_rows,
+)
 from rowmax.numerics import LN2, LOG2E
 
 
@@ -20,61 +32,55 @@ def tiled(problem, operands, tile, need_lse, exact=False):
     scratch = Scratch()
     for_q = (out, lse.movedim(-1, -2)) if need_lse else (out,)
     for rows, (k, v) in sequences(problem, operands, for_q):
+        try_half = problem.dtype == torch.bfloat16 and not need_lse and half_scores.bounded(rows[0], k, problem.scale)
         q, o, *row_lse = (by_kv_head(t, problem.heads_k) for t in rows)
-        _sequence(problem, tile, q, k.transpose(1, 2), v.transpose(1, 2), o, *row_lse or [None], scratch, exact)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, try_half)
     return out, lse
 
 
-def _sequence(problem, tile, q, k, v, out, lse, scratch, exact):
+def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, try_half):
     """q, out `[B, Hk, G, Tq, D]`, k, v `[B, Hk, Tk, D]`, lse `[B, Hk, G, Tq]` or None; writes out and lse."""
     batch, heads_k, group, len_q, _ = q.shape
     geometry = Geometry(len_q, k.shape[2], problem.band)
-    chunks = Chunks.of(tile, geometry, batch, heads_k, group)
+    chunks = Chunks.of(tile, geometry, batch, heads_k, group, try_half)
     compute, matmul = COMPUTE.get(q.dtype, q.dtype), MATMUL.get(q.dtype, q.dtype)
+    eligible = [block for block in geometry.row_blocks(chunks.step) if half_scores.eligible(block, chunks.width)]
     for part in chunks.parts:
-        q_part, k_part, v_part = fold(q[part], matmul), fold(k[part], matmul), fold(v[part], matmul)
-        wide = None  # q in units of log2 and k, for scores in the type that is computed in
-        attempts = 0 if lse is not None else _attempts(q_part, k_part, v_part, problem.scale, geometry, chunks)
+        q_part, v_part = fold(q[part], matmul), fold(v[part], matmul)
+        k_columns = columns_first(fold(k[part], matmul))
+        wide = None  # k_columns in the type that scores are computed in
+        fits = try_half and eligible and half_scores.invisible_forward(q_part, k_columns, v_part, problem.scale, eligible)
+        attempts = half_scores.ATTEMPTS if fits else 0
         for block in geometry.row_blocks(chunks.step):
             rows = slice(block.row, block.row + block.rows)
-            o = None
+            block_q, o = take_rows(block, q_part), None
             if attempts and half_scores.eligible(block, chunks.width):
-                block_q = q_part[:, :, rows].flatten(1, 2)
-                o = half_scores.forward_block(block_q, k_part, v_part, problem.scale, block, scratch)
+                o = half_scores.forward_block(block_q, k_columns, v_part, problem.scale, block, scratch)
                 attempts -= o is None
             if o is None:
-                wide = wide or (q_part.to(compute).mul(problem.scale * LOG2E), k_part.to(compute))
-                o, lse_log2 = _row_block(
-                    wide[0][:, :, rows].flatten(1, 2), wide[1], v_part, block, chunks.width, scratch, exact
-                )
+                wide = k_columns.to(compute) if wide is None else wide
+                q_log2 = block_q.to(compute) * (problem.scale * LOG2E)
+                o, lse_log2 = _row_block(q_log2, wide, v_part, block, chunks.width, scratch, exact)
                 if lse is not None:
                     target = lse[part][..., rows]
-                    target.copy_(lse_log2.view(target.shape)).mul_(LN2)
+                    torch.mul(lse_log2.view(target.shape), LN2, out=target)
             target = out[part][:, :, :, rows]
             target.copy_(o.view(target.shape))
 
 
-def _attempts(q, k, v, scale, geometry, chunks) -> int:
-    """How often rounded scores may fail in this chunk; 0 is not to try them."""
-    if q.dtype != torch.bfloat16:
-        return 0
-    blocks = [block for block in geometry.row_blocks(chunks.step) if half_scores.eligible(block, chunks.width)]
-    fit = blocks and half_scores.bounded(q, k, scale) and half_scores.invisible_forward(q, k, v, scale, blocks)
-    return half_scores.ATTEMPTS if fit else 0
-
-
-def _row_block(q, k, v, block: RowBlock, width, scratch, exact):
+def _row_block(q, k_columns, v, block: RowBlock, width, scratch, exact):
     """`(o [n, G * rows, Dv], lse_log2 [n, G * rows, 1])` of one row block over all columns that it sees."""
     out = lse = None
     for cols in block.tiles(width):
-        o, tile_lse = _tile(q, k[:, cols], v[:, cols], block, cols, scratch, exact)
+        o, tile_lse = _tile(q, k_columns[:, :, cols], v[:, cols], block, cols, scratch, exact)
         out, lse = (o, tile_lse) if out is None else _merge(out, lse, o, tile_lse)
     return out, lse
 
 
-def _tile(q, k, v, block: RowBlock, cols, scratch, exact):
+def _tile(q, k_columns, v, block: RowBlock, cols, scratch, exact):
     """Attention of the rows over the columns of one tile."""
-    s = torch.bmm(q, k.mT, out=scratch("s", (q.shape[0], q.shape[1], k.shape[1]), q.dtype))
+    s = torch.bmm(q, k_columns, out=scratch("s", (*q.shape[:2], k_columns.shape[2]), q.dtype))
     block.hide(s, cols, scratch, exact)
     m = s.amax(-1, keepdim=True)
     blind = block.blind_rows(cols)

@@ -3,43 +3,44 @@
 No matmul on a CPU takes bf16 and gives fp32: a score x comes out with an error up to u |x|, u = 2^-8, and so does the relative
 error of its weight, while rounding the weight itself costs up to u in any case. Errors of many weights average out. They show
 where one weight decides a result, and where values (a one-hot V, the gradient of a single row) line up with them. So, before
-the work, for each chunk of heads:
+the work,
 
- - `bounded`: |scale| max|q| max|k| <= 2 sqrt(D): scores in all directions have a standard deviation of at most about 2;
- - `invisible`: for a sample of rows (backward: of keys) the error of the result is at most 3/4 u of the terms that it is
-   made of, where the acceptance rule allows 2 u; computed from the operands themselves. Normal operands stay below 0.6, one-hot
-   values come out above 1.8;
+ - `bounded`: |scale| max|q| max|k| <= 2.5 sqrt(D): scores in all directions have a standard deviation of at most about 2.5;
+ - `invisible`, for each chunk of heads: for a sample of rows (backward: of keys) the error of the result is at most u times
+   the terms that it is made of, where the acceptance rule allows 2 u; computed from the operands themselves. Normal operands
+   stay below 0.7, one-hot values come out above 1.8;
 
-and after each block `spread`: no weight is above 1/4, so that a score below 8 (error at most 4 u) moves its row by u at most. A
-block that fails is computed again from fp32 scores; the second failure ends the attempts of its chunk. Blocks with few columns
-a row (backward: or few rows a column) are not tried. The LSE never comes from rounded scores.
+and after each block `spread`: no weight is above 1/4, so that a score below 8 (error at most 4 u) moves its row by u at most.
+A block that fails is computed again from fp32 scores; the second failure ends the attempts of its chunk. Blocks with few
+columns a row are not tried, and in the backward columns that few rows see get weights from fp32 scores. The LSE never comes
+from rounded scores.
 """
 
 import math
 
 import torch
 
-from rowmax.cpu.blocks import Geometry, RowBlock, Scratch
+from rowmax.cpu.blocks import RowBlock, Scratch, take_rows
 from rowmax.numerics import LOG2E, UNIT_ROUNDOFF
 
 ATTEMPTS = 2
 _FEWEST_COLUMNS = 512  # normal scores of fewer keys have weights above 1/4 now and then
-FEWEST_ROWS = 32
+_FEWEST_ROWS = 32  # of a column
 _SAMPLES = 8  # rows or keys a head
 _MOST_WEIGHT = 0.25
 
 
-def eligible(block: RowBlock, width: int, backward: bool = False) -> bool:
-    """Does every row of the block see many columns, all in one tile, and (backward) many rows each of the columns?"""
-    fits = block.fewest_columns >= _FEWEST_COLUMNS and block.end - block.start <= width
-    return fits and (not backward or block.fewest_rows >= FEWEST_ROWS)
+def eligible(block: RowBlock, width: int) -> bool:
+    """Does every row of the block see many columns, all in one tile?"""
+    return block.fewest_columns >= _FEWEST_COLUMNS and block.end - block.start <= width
 
 
 def bounded(q, k, scale: float) -> bool:
-    """Are the scores of q `[n, G, Tq, D]` and k `[n, Tk, D]` small by the Cauchy-Schwarz inequality?"""
-    most_q, most_k = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).flatten(1).amax(1) for t in (q, k))
-    # With a scale of 0 torch's bf16 baddbmm (beta 0, alpha 0) leaves its result unwritten.
-    return scale != 0 and bool((most_q * most_k).amax() * abs(scale) <= 2 * q.shape[-1] ** 0.5)
+    """Are all scores of q and k `[..., D]` small by the Cauchy-Schwarz inequality?"""
+    if scale == 0 or q.numel() == 0 or k.numel() == 0:
+        return False  # with a scale of 0 torch's bf16 baddbmm (beta 0, alpha 0) leaves its result unwritten
+    most_q, most_k = (float(torch.linalg.vector_norm(t, dim=-1).amax()) for t in (q, k))
+    return most_q * most_k * abs(scale) <= 2.5 * q.shape[-1] ** 0.5
 
 
 def spread(p, unit: float = 1.0) -> bool:
@@ -48,23 +49,20 @@ def spread(p, unit: float = 1.0) -> bool:
     return bool(p.view(torch.int16).amax() <= most)
 
 
-def invisible_forward(q, k, v, scale: float, blocks: list[RowBlock]) -> bool:
-    """Do rounded scores leave the output of sampled rows where it is? q `[n, G, Tq, D]`, k `[n, Tk, D]`, v `[n, Tk, Dv]`.
-
-    `blocks` are the eligible ones.
-    """
+def invisible_forward(q, k_columns, v, scale: float, blocks: list[RowBlock]) -> bool:
+    """Do rounded scores leave the output of sampled rows where it is? v `[n, Tk, Dv]`; `blocks` are the eligible ones."""
     rows = _sample([(block.row, block.row + block.rows) for block in blocks])
-    rounded, rest = _score_and_rest(q[:, :, rows].flatten(1, 2), k, scale)
+    rounded, rest = _score_and_rest(q[:, :, rows].flatten(1, 2), k_columns, scale)
     rounded = _hide(rounded, map(blocks[0].geometry.keys_of, rows.tolist()))
     exact = torch.softmax(rounded + rest, -1)
     return _small(torch.softmax(rounded, -1) - exact, exact, v)
 
 
-def forward_block(q, k, v, scale: float, block: RowBlock, scratch: Scratch):
+def forward_block(q, k_columns, v, scale: float, block: RowBlock, scratch: Scratch):
     """The output of one row block, `[n, G * rows, Dv]`; None if some weight is too large for rounded scores."""
     cols = slice(block.start, block.end)
-    s = scratch("s", (q.shape[0], q.shape[1], cols.stop - cols.start), q.dtype)
-    torch.baddbmm(s, q, k[:, cols].mT, beta=0, alpha=scale, out=s)
+    s = scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype)
+    torch.baddbmm(s, q, k_columns[:, :, cols], beta=0, alpha=scale, out=s)
     block.hide(s, cols, scratch, exact=False)
     p = torch.softmax(s, -1, out=s)
     return torch.bmm(p, v[:, cols]) if spread(p) else None
@@ -77,25 +75,27 @@ class BackwardWeights:
     near the number of columns: it puts the usual scores near 0, where bf16 is finest.
     """
 
-    def __init__(self, q, k, lse_log2, scale: float, geometry: Geometry):
-        self.unit = 2.0 ** round(math.log2(geometry.len_k) - 1)
+    def __init__(self, q, k_columns, lse_log2, scale: float):
+        """q `[n, G, Tq, D]`; k_columns `[n, D + 2, Tk]`, the last two rows 1; lse_log2 `[n, G, Tq, 1]`."""
+        self.unit = 2.0 ** round(math.log2(k_columns.shape[2]) - 1)
         self._alpha = scale * LOG2E
         rest = (lse_log2 - math.log2(self.unit)) / -self._alpha
-        columns = []
-        for _ in range(2):
-            columns.append(rest.to(q.dtype))
-            rest = rest - columns[-1]
-        self._q = torch.cat([q, *columns], -1)
-        self._k = torch.nn.functional.pad(k, (0, 2), value=1.0)
+        high = rest.to(q.dtype)
+        self._q = q, high, (rest - high).to(q.dtype)
+        self._k_columns = k_columns
 
-    def block(self, block: RowBlock, rows: slice, scratch: Scratch):
+    def block(self, block: RowBlock, scratch: Scratch):
         """`[n, G * rows, cols]`; None if some weight is too large for rounded scores."""
         cols = slice(block.start, block.end)
-        q = self._q[:, :, rows].flatten(1, 2)
-        x = scratch("p", (q.shape[0], q.shape[1], cols.stop - cols.start), q.dtype)
-        torch.baddbmm(x, q, self._k[:, cols].mT, beta=0, alpha=self._alpha, out=x)
+        q = take_rows(block, *self._q)
+        x = scratch("p", (*q.shape[:2], cols.stop - cols.start), q.dtype)
+        torch.baddbmm(x, q, self._k_columns[:, :, cols], beta=0, alpha=self._alpha, out=x)
         block.hide(x, cols, scratch, exact=False)
         p = x.exp2_()
+        for rare in block.rare_columns(_FEWEST_ROWS):
+            x = torch.bmm(q.float().mul_(self._alpha), self._k_columns[:, :, rare].float())
+            block.hide(x, rare, scratch, exact=False)
+            p[:, :, rare.start - block.start : rare.stop - block.start] = x.exp2_()
         return p if spread(p, self.unit) else None
 
     def invisible(self, do, blocks: list[RowBlock]) -> bool:
@@ -103,20 +103,20 @@ class BackwardWeights:
 
         dq and dk are not sampled: their bounds hold |do|.|o| beside |do.v|, which is about sqrt(D) times larger.
         """
-        keys = _sample([(block.start, block.end) for block in blocks])
-        rounded, rest = _score_and_rest(self._k[:, keys], self._q.flatten(1, 2), self._alpha)
-        by_head = rounded.unflatten(2, (do.shape[1], -1)).transpose(1, 2).flatten(1, 2)  # [n, G * keys, Tq]
-        by_head = _hide(by_head, map(blocks[0].geometry.rows_of, keys.tolist()))
-        rounded = by_head.unflatten(1, (do.shape[1], -1)).transpose(1, 2).flatten(2)
+        keys = _sample([(block.start, block.end) for block in blocks])  # the ends left out: not the rare ones
+        rounded, rest = _score_and_rest(torch.cat(self._q, -1).flatten(1, 2), self._k_columns[:, :, keys], self._alpha)
+        rounded, rest = (t.unflatten(1, do.shape[1:3]).movedim(3, 2) for t in (rounded, rest))  # [n, G, keys, Tq]
+        rounded = _hide(rounded, map(blocks[0].geometry.rows_of, keys.tolist()))
         p = torch.exp2(rounded + rest)
-        return _small(torch.exp2(rounded) - p, p, do.flatten(1, 2))
+        error, weights = (t.transpose(1, 2).flatten(2) for t in (torch.exp2(rounded) - p, p))
+        return _small(error, weights, do.flatten(1, 2))
 
 
-def _score_and_rest(a, b, alpha: float):
-    """`alpha a b^T` as its bf16 rounding and what that leaves out (exact to 2^-16), both as fp32."""
-    empty = a.new_empty(a.shape[0], a.shape[1], b.shape[1])
-    rounded = torch.baddbmm(empty, a, b.mT, beta=0, alpha=alpha)
-    rest = torch.baddbmm(rounded, a, b.mT, beta=-1, alpha=alpha)
+def _score_and_rest(q, k_columns, alpha: float):
+    """`alpha q k^T` as its bf16 rounding and what that leaves out (exact to 2^-16), both as fp32."""
+    empty = q.new_empty(*q.shape[:2], k_columns.shape[2])
+    rounded = torch.baddbmm(empty, q, k_columns, beta=0, alpha=alpha)
+    rest = torch.baddbmm(rounded, q, k_columns, beta=-1, alpha=alpha)
     return rounded.float(), rest.float()
 
 
@@ -127,13 +127,13 @@ def _sample(intervals):
 
 
 def _hide(x, intervals):
-    """-inf outside the interval of each sample; x `[n, G * samples, T]`."""
+    """-inf outside the interval of each sample; x `[..., samples, T]`, or the samples of each group folded into rows."""
     first, end = torch.tensor(list(intervals)).T.unsqueeze(-1)
     j = torch.arange(x.shape[-1])
-    return x.unflatten(1, (-1, len(first))).masked_fill((j < first) | (j >= end), -torch.inf).flatten(1, 2)
+    return x.unflatten(-2, (-1, len(first))).masked_fill((j < first) | (j >= end), -torch.inf).view(x.shape)
 
 
 def _small(error, weights, values) -> bool:
-    """Is |error @ values| at most 3/4 u of weights @ |values|, in every element?"""
+    """Is |error @ values| at most u weights @ |values|, in every element?"""
     error, terms = (torch.bmm(w.to(values.dtype), t).float() for w, t in ((error, values), (weights, values.abs())))
-    return bool((error.abs() <= 0.75 * UNIT_ROUNDOFF["bf16"] * terms).all())
+    return bool((error.abs() <= UNIT_ROUNDOFF["bf16"] * terms).all())

@@ -8,6 +8,7 @@ True
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Optional, Union
 
 import torch
@@ -37,9 +38,9 @@ __all__ = [
 ]
 
 
-def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` of the public call that `problem` describes."""
-    arguments: dict = {"return_lse": True, "deterministic": problem.deterministic, "plan": plan}
+def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = None, *, return_lse: bool = True):
+    """`(out, lse)` of the public call that `problem` describes, or `out` alone."""
+    arguments: dict = {"return_lse": return_lse, "deterministic": problem.deterministic, "plan": plan}
     arguments["scale"] = None if problem.scale == problem.dim_qk**-0.5 else problem.scale
     arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
@@ -61,7 +62,7 @@ def check(
     backward: bool = True,
     grad_lse: bool = True,
 ) -> Report:
-    """Run one call in poisoned memory, forward and backward, and compare both with the definition.
+    """Run one call in poisoned memory, forward (with and without the LSE) and backward, and compare with the definition.
 
     Args:
         kind, layout, lengths, seed: of `operands`.
@@ -77,7 +78,13 @@ def check(
     leaves = [t.detach().requires_grad_(backward) for t in (tensors.q, tensors.k, tensors.v)]
     with poisoned():
         out, lse = attend(problem, tensors._replace(q=leaves[0], k=leaves[1], v=leaves[2]), plan)
+        with torch.no_grad():
+            alone = attend(problem, tensors, plan, return_lse=False)
     report = check_forward(problem, tensors, out.detach(), lse.detach())
+    if not torch.equal(alone, out):  # without an LSE a backend may take another way
+        other = check_forward(problem, tensors, alone)
+        ratios = {f"{name} alone": ratio for name, ratio in other.ratios.items()}
+        report = report.merged(replace(other, ratios=ratios, broken=tuple(f"without LSE: {text}" for text in other.broken)))
     if not backward:
         return report
     d_out, d_lse = cotangents(problem, seed=seed, device=device, layout=layout)
