@@ -212,6 +212,27 @@ def a_tensor_on_another_device_than_the_current_one():
 
 
 @check
+def prepared_launches_give_what_the_operator_gives():
+    """Calls without gradients after the first go past the dispatcher; other data, layouts and streams, bit for bit."""
+    for text, layouts in (
+        ("b2 h4/2 q100 k130 d64 bf16 causal", ("contiguous", "heads_first", "odd", "broadcast")),
+        ("b1 h2 q600 k600 d128 fp16", ("contiguous", "gaps")),
+        ("b3 h4/2 q100 k100 d80 bf16 packed causal", ("contiguous", "fused")),
+    ):
+        for layout in layouts:
+            for seed in range(3):
+                problem, operands, _ = prepared(text, layout=layout, seed=seed)
+                left, right = problem.band
+                numbers = (problem.max_len_q, problem.max_len_k, None, left, right, False, "")
+                want = torch.ops.rowmax.forward(True, *operands, *numbers)
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                    got = testing.attend(problem, operands)
+                torch.cuda.synchronize()
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"'{text}' {layout} seed {seed}"
+
+
+@check
 def fp32_means_fp32():
     """IEEE products, also where matmuls of the rest of the program may use TF32."""
     before = torch.backends.cuda.matmul.allow_tf32

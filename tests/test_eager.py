@@ -50,14 +50,14 @@ def test_calls_that_differ_do_not_share_a_launch(backend, device):
     packed = q.contiguous()
     k, v = torch.randn(2, 1, 6, 2, 16, device=device)
     variants = [
-        dict(),
-        dict(causal=True),
-        dict(window=(1, None)),
-        dict(window=(None, 1)),
-        dict(scale=0.5),
-        dict(scale=-0.5),
-        dict(return_lse=True),
-        dict(causal=True, window=(1, 0)),
+        {},
+        {"causal": True},
+        {"window": (1, None)},
+        {"window": (None, 1)},
+        {"scale": 0.5},
+        {"scale": -0.5},
+        {"return_lse": True},
+        {"causal": True, "window": (1, 0)},
     ]
     for _ in range(2):  # the second turn is prepared
         for options in variants:
@@ -107,7 +107,7 @@ def test_a_tensor_subclass_sees_the_operator(backend, device):
 def test_bad_input_is_refused_though_an_equal_call_was_prepared(backend, device):
     q = torch.randn(1, 5, 2, 16, device=device)
     rowmax.attention(q, q, q, scale=1.0, window=(1, 1), plan=backend)
-    for options in (dict(scale=True), dict(window=(True, 1)), dict(scale=float("nan"))):
+    for options in ({"scale": True}, {"window": (True, 1)}, {"scale": float("nan")}):
         with pytest.raises(rowmax.ProblemError):
             rowmax.attention(q, q, q, plan=backend, **{"scale": 1.0, "window": (1, 1), **options})
     with pytest.raises(rowmax.ProblemError):

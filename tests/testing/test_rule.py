@@ -188,3 +188,20 @@ def test_check_runs_a_plan_and_names_what_it_cannot():
     assert testing.check(Problem.parse(TEXTS[0]), plan="tiled").ok
     with pytest.raises(NotImplementedError):
         testing.check(Problem.parse(TEXTS[0]), plan="aten")
+
+
+@pytest.mark.parametrize("text", ["b300 h2 q3 k3 d16 fp32 causal", "b300 h2 q900 k900 d16 fp32 packed"])
+def test_of_many_sequences_some_are_compared_and_all_must_be_finite(text):
+    problem, operands, (out, lse), grads, given = good(text)
+    report = testing.check_forward(problem, operands, out, lse).merged(
+        testing.check_backward(problem, operands, grads, *given, out)
+    )
+    assert report.ok
+    assert report.sampled
+    chosen = [lead[0] if lead else rows.start // 3 for lead, rows, _ in pieces.spans(problem, operands)][:256]
+    between = next(i for i in range(300) if i not in chosen)
+    row = (between, 1) if not problem.packed else (3 * between,)
+    out[row] = math.nan
+    assert not testing.check_forward(problem, operands, out, lse).ok
+    grads[1][row] = math.inf
+    assert "dk" in str(testing.check_backward(problem, operands, grads, *given).broken)

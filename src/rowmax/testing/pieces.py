@@ -11,6 +11,7 @@ from rowmax.problem import Operands, Problem
 _EVERY_ROW_UP_TO = {"cpu": 2**25, "cuda": 2**32}
 _PIECE = {"cpu": 2**22, "cuda": 2**27}
 SAMPLED_ROWS = 64
+SAMPLED_SEQUENCES = 256  # of a larger batch, evenly spaced
 
 
 class Piece(NamedTuple):
@@ -34,11 +35,12 @@ class Sequence(NamedTuple):
 
 
 def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
-    """The sequences, and whether only a sample of their rows is in the pieces."""
+    """The sequences, and whether only a sample of them or of their rows is in the pieces."""
     q, k, v = operands[:3]
     kind = "cuda" if q.device.type == "cuda" else "cpu"
     parts = spans(problem, operands)
-    sampled = sum(len(rows) * len(keys) for _, rows, keys in parts) * problem.heads_q > _EVERY_ROW_UP_TO[kind]
+    many = problem.batch > SAMPLED_SEQUENCES
+    sampled = many or sum(len(rows) * len(keys) for _, rows, keys in parts) * problem.heads_q > _EVERY_ROW_UP_TO[kind]
     generator = torch.Generator().manual_seed(0)
     result = []
     for number, (lead, span_q, span_k) in enumerate(parts):
@@ -58,13 +60,14 @@ def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
 
 
 def spans(problem: Problem, operands: Operands) -> list[tuple[tuple, range, range]]:
-    """`(batch index or nothing, query rows, key rows)` of each sequence; then packed rows that belong to none."""
+    """`(batch index or nothing, query rows, key rows)` of each sequence or of a sample; then packed rows of none."""
+    chosen = range(problem.batch)
+    if problem.batch > SAMPLED_SEQUENCES:
+        chosen = [i * (problem.batch - 1) // (SAMPLED_SEQUENCES - 1) for i in range(SAMPLED_SEQUENCES)]
     if not problem.packed:
-        return [((b,), range(problem.len_q), range(problem.len_k)) for b in range(problem.batch)]
+        return [((b,), range(problem.len_q), range(problem.len_k)) for b in chosen]
     cu_q, cu_k = (cu.tolist() for cu in operands[3:] if cu is not None)
-    result: list[tuple[tuple, range, range]] = [
-        ((), range(cu_q[i], cu_q[i + 1]), range(cu_k[i], cu_k[i + 1])) for i in range(problem.batch)
-    ]
+    result: list[tuple[tuple, range, range]] = [((), range(cu_q[i], cu_q[i + 1]), range(cu_k[i], cu_k[i + 1])) for i in chosen]
     return [*result, ((), range(cu_q[-1], problem.len_q), range(0)), ((), range(0), range(cu_k[-1], problem.len_k))]
 
 

@@ -29,7 +29,7 @@ class Report:
     ratios: error over its bound for each part of the rule; right when all are at most 1; inf where NaNs or infinities differ.
     broken: the parts that fail, in words.
     warnings: gradients whose RMS error passes but deserves a look.
-    sampled: 64 rows were compared, the rest by sums.
+    sampled: some sequences and rows were compared, the rest by sums and by being finite.
     """
 
     problem: Problem
@@ -48,7 +48,7 @@ class Report:
 
     def __str__(self) -> str:
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in self.ratios.items())
-        rows = " (64 rows and sums)" if self.sampled else ""
+        rows = " (a sample and sums)" if self.sampled else ""
         head = f"'{self.problem}': {'right' if self.ok else 'WRONG'}{rows}; error over bound: {ratios}"
         return "\n  ".join([head, *self.broken, *(f"warning: {text}" for text in self.warnings)])
 

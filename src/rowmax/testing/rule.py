@@ -15,6 +15,7 @@ gradients by the same rule with the A of `_Gradients`, 2 S + |lse| for S, RMS 1.
 depends on a shape.
 """
 
+import math
 from collections.abc import Sequence as Many
 from typing import NamedTuple, Optional
 
@@ -57,7 +58,8 @@ def check_forward(problem: Problem, operands: Operands, out: torch.Tensor, lse: 
                 limit = least + score_roundoff(problem) * size
                 lse_tally.add(piece.name, lse_rows(problem, lse, piece), truth.lse, limit)
     report = tally.into(Report(problem, sampled=sampled))
-    return report if lse is None else lse_tally.into(report)
+    report = report if lse is None else lse_tally.into(report)
+    return _all_finite(operands, {"out": out}, report) if sampled else report
 
 
 def check_backward(
@@ -92,7 +94,22 @@ def check_backward(
     report = Report(problem, sampled=sampled)
     for tally, grad in ((dq_tally, dq), (dk_tally, dk), (dv_tally, dv)):
         report = report if grad is None else tally.into(report)
-    return check_sums(problem, operands, grads, grad_out, grad_lse, out, report) if sampled else report
+    if not sampled:
+        return report
+    report = _all_finite(operands, dict(zip(("dq", "dk", "dv"), grads, strict=True)), report)
+    return check_sums(problem, operands, grads, grad_out, grad_lse, out, report)
+
+
+def _all_finite(operands: Operands, results: dict, report: Report) -> Report:
+    """What a sample may miss: rows that nobody wrote, in poisoned memory. Says nothing where operands are non-finite."""
+    if not all(bool(torch.isfinite(t).all()) for t in operands[:3]):
+        return report
+    for name, result in results.items():
+        wrong = 0 if result is None else result.numel() - int(torch.isfinite(result).sum())
+        if wrong:
+            text = f"{name}: {wrong} elements are NaN or infinite, though no operand is"
+            report = report.merged(Report(report.problem, {name: math.inf}, (text,)))
+    return report
 
 
 # ---- the definition and the sizes of its terms ---------------------------------------------------------------------
