@@ -268,13 +268,15 @@ CPU_MUTANTS = {
         "a, b = torch.exp2(lse - pivot), torch.ones_like(lse)",
         1,
     ),
-    "LSE without the sum": (CPU_FORWARD, "lse = m + l.log2()", "lse = m + 0 * l", 1),
+    "LSE without the sum": (CPU_FORWARD, "lse = l.log2() if m is None else m + l.log2()", "lse = 0 * l if m is None else m", 1),
+    "LSE without the pivot": (CPU_FORWARD, "l.log2() if m is None else m + l.log2()", "l.log2()", 1),
+    "scores never need a pivot": (CPU_FORWARD, "m = None if bounded else", "m = None if True else", 1),
     "delta missing": (CPU_BACKWARD, "-1.0", "0.0", 1),
     "gradient of the LSE dropped": (CPU_BACKWARD, "delta -= grad_lse.movedim(-1, -2)", "pass", 1),
     "gradient of the LSE added": (CPU_BACKWARD, "delta -= grad_lse", "delta += grad_lse", 1),
-    "dQ without the scale": (CPU_BACKWARD, "beta=0, alpha=chunk.scale / unit", "beta=0, alpha=1 / unit", 1),
-    "dK without the scale": (CPU_BACKWARD, "q, ds, chunk.scale / unit, scratch", "q, ds, 1 / unit, scratch", 1),
-    "dK of the last block alone": (CPU_BACKWARD, "acc.add_(torch.bmm(", "acc.zero_().add_(torch.bmm(", 1),
+    "dQ without the scale": (CPU_BACKWARD, "beta=0, alpha=chunk.scale / chunk.unit", "beta=0, alpha=1 / chunk.unit", 1),
+    "dK without the scale": (CPU_BACKWARD, "(dk, dk_acc, chunk.scale)", "(dk, dk_acc, 1.0)", 1),
+    "dK of the last block alone": (CPU_BACKWARD, "acc.add_(part", "acc.zero_().add_(part", 1),
     "dQ of the last tile alone": (
         CPU_BACKWARD,
         "tile_dq if row_dq is None else row_dq.to(",
@@ -282,6 +284,13 @@ CPU_MUTANTS = {
         1,
     ),
     "P of the backward not hidden": (CPU_BACKWARD, "        block.hide(x, cols, scratch, exact=False)\n", "", 1),
+    "values that show rounded scores are not looked for": (
+        HALF,
+        'return bool((error.abs() <= UNIT_ROUNDOFF["bf16"] * terms).all())',
+        "return True",
+        1,
+    ),
+    "columns of the last tile": (WALK, "part = t[:, cols]", "part = t[:, -len(range(t.shape[1])[cols]) :]", 1),
     "rounded scores not hidden": (
         HALF,
         "    block.hide(s, cols, scratch, exact=False)\n    p = torch.softmax",
@@ -295,8 +304,11 @@ CPU_MUTANTS = {
         1,
     ),
 }
-# Scores are rounded with at least 512 keys.
-CPU_CASES = [("b1 h2 q600 k600 d64 bf16 causal", "normal", "contiguous", None)]
+# Scores are rounded where rows see at least 256 keys.
+CPU_CASES = [
+    ("b1 h2 q600 k600 d64 bf16 causal", "normal", "contiguous", None),
+    ("b1 h2 q600 k600 d64 bf16 causal", "v_onehot", "contiguous", None),
+]
 CPU_PLAN = "tiled[8x16, 8x16, 8x16]"
 
 

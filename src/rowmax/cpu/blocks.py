@@ -5,12 +5,14 @@ A chunk is some KV heads of some sequences. The query heads of a group are folde
 `block_m * block_n` fp32 elements of the plan's tile, whatever the lengths: memory is linear in the length.
 """
 
+import math
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax.mask import Band, end_key, end_query, first_key, first_query
+from rowmax.mask import Band, end_key, first_key, first_query
 from rowmax.plan.tile import key_ranges
 
 # The type that scores are computed in. A half type's products are exact in fp32; fp16 matmuls are 40 times slower here.
@@ -19,31 +21,45 @@ COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 MATMUL = {torch.float16: torch.float32}
 
 
+KEPT_BYTES = 64 * 2**20  # default tiles take half of it
+_of_thread = threading.local()
+
+
 class Scratch:
-    """The large temporaries of one call, by name. Fresh ones for every block cost 10% of the forward in page faults."""
+    """The large temporaries of a call, by name; fresh memory for each block would cost 10% of the forward in page faults, and
+    fresh memory for each call 5%. So a thread keeps them for its next call, `KEPT_BYTES` at most."""
 
     def __init__(self):
-        self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        # Where torch fills new memory, to show what is read before it is written, no old memory is used.
+        filling = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+        self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {} if filling else _kept_by_thread()
         self._edges: dict[tuple, torch.Tensor] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor with undefined contents; the next one of this name takes its memory."""
-        size = 1
-        for length in shape:
-            size *= length
+        size = math.prod(shape)
         flat = self._flat.get((name, dtype))
         if flat is None or flat.numel() < size:
-            self._flat[name, dtype] = flat = torch.empty(size, dtype=dtype)
+            if sum(t.nbytes for t in self._flat.values()) + size * dtype.itemsize > KEPT_BYTES:
+                self._flat = dict(self._flat)  # from here on for this call alone
+            with torch.inference_mode(False):  # the next call may be outside of it
+                self._flat[name, dtype] = flat = torch.empty(size, dtype=dtype, device="cpu")
         return flat[:size].view(shape)
 
     def edge(self, rows: int, cols: int, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """`[rows, cols]`: 0 where `first + i <= j < end + i`, -inf elsewhere. The blocks of a call share a few of them."""
         key = (rows, cols, first, end, dtype)
         if key not in self._edges:
-            j = torch.arange(cols) - torch.arange(rows).unsqueeze(1)
+            j = torch.arange(cols, device="cpu") - torch.arange(rows, device="cpu").unsqueeze(1)
             seen = (j >= first) & (j < end)
-            self._edges[key] = torch.zeros(rows, cols, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            self._edges[key] = torch.zeros(seen.shape, dtype=dtype, device="cpu").masked_fill_(~seen, -torch.inf)
         return self._edges[key]
+
+
+def _kept_by_thread() -> dict:
+    if not hasattr(_of_thread, "flat"):
+        _of_thread.flat = {}
+    return _of_thread.flat
 
 
 class Geometry(NamedTuple):
@@ -70,16 +86,6 @@ class Geometry(NamedTuple):
             rows = min(step, self.len_q - row)
             yield RowBlock(self, row, rows, *key_ranges(row, rows, self.len_q, self.len_k, 1, self.band))
 
-    def keys_of(self, row: int) -> tuple[int, int]:
-        """The keys `[first, end)` that a row sees."""
-        first = max(first_key(row, self.shift, self.band), 0)
-        return first, min(end_key(row, self.shift, self.len_k, self.band), self.len_k)
-
-    def rows_of(self, col: int) -> tuple[int, int]:
-        """The rows `[first, end)` that see a key."""
-        first = max(first_query(col, self.shift, self.band), 0)
-        return first, min(end_query(col, self.shift, self.len_q, self.band), self.len_q)
-
 
 class RowBlock(NamedTuple):
     """Rows `[row, row + rows)` and the columns `[start, end)` that they see; all of them see `[full_start, full_end)`."""
@@ -95,7 +101,9 @@ class RowBlock(NamedTuple):
     @property
     def fewest_columns(self) -> int:
         """Columns that the row with the fewest sees; along the rows the number rises, then falls."""
-        return min(end - first for first, end in map(self.geometry.keys_of, (self.row, self.row + self.rows - 1)))
+        shift, len_k, band = self.geometry.shift, self.geometry.len_k, self.geometry.band
+        ends = (self.row, self.row + self.rows - 1)
+        return min(min(end_key(i, shift, len_k, band), len_k) - max(first_key(i, shift, band), 0) for i in ends)
 
     def rare_columns(self, fewest: int) -> Iterator[slice]:
         """Columns that fewer than `fewest` rows of all blocks see; they are at the ends, if anywhere."""
@@ -135,7 +143,7 @@ class RowBlock(NamedTuple):
         seen_by_all = max(cols.start, self.full_start) < min(cols.stop, self.full_end)
         if seen_by_all or (cols.start, cols.stop) == (self.start, self.end):
             return None
-        i = torch.arange(self.row, self.row + self.rows)
+        i = torch.arange(self.row, self.row + self.rows, device="cpu")
         shift, len_k, band = self.geometry.shift, self.geometry.len_k, self.geometry.band
         blind = (first_key(i, shift, band) >= cols.stop) | (end_key(i, shift, len_k, band) <= cols.start)
         return blind if bool(blind.any()) else None
@@ -192,28 +200,32 @@ def _rectangles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slic
 
 
 def fold(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[b, h, ...]` -> `[n, ...]` in `dtype`, a view where it can be one: most matmuls take strided operands as they are."""
+    """`[b, h, ...]` -> `[n, ...]` in `dtype`, a view where it can be one."""
     return t.to(dtype).flatten(0, 1)
+
+
+def fold_contiguous(t: torch.Tensor, dtype: torch.dtype, name: str, scratch: Scratch, *extra: float) -> torch.Tensor:
+    """`[b, h, T, D]` -> `[n, T, D + len(extra)]` in `dtype`, contiguous, with constants for the extra columns: K and V, once,
+    since bf16 matmuls would copy anything else for every block."""
+    dim = t.shape[-1]
+    if t.dtype == dtype and t.is_contiguous() and not extra:
+        return t.flatten(0, 1)
+    result = scratch(name, (*t.shape[:-1], dim + len(extra)), dtype)
+    result[..., :dim].copy_(t)
+    for i, value in enumerate(extra, dim):
+        result[..., i].fill_(value)
+    return result.flatten(0, 1)
+
+
+def take_columns(t: torch.Tensor, cols: slice, scratch: Scratch) -> torch.Tensor:
+    """`[n, cols, D]`; contiguous in bf16, whose matmuls take such a tensor or its transpose as it is. Anything else they copy
+    first, and a transposed slice so slowly that a score matmul takes 40% more."""
+    part = t[:, cols]
+    if t.dtype != torch.bfloat16 or part.is_contiguous():
+        return part
+    return scratch("columns", part.shape, t.dtype).copy_(part)
 
 
 def take_rows(block: RowBlock, *tensors: torch.Tensor) -> torch.Tensor:
     """The rows of a block of `[n, G, Tq, D]`, folded: `[n, G * rows, D]`; several tensors become one, side by side."""
     return torch.cat([t[:, :, block.row : block.row + block.rows] for t in tensors], -1).flatten(1, 2)
-
-
-def columns_first(t: torch.Tensor, *extra: float) -> torch.Tensor:
-    """`[n, T, D]` -> `[n, D + len(extra), T]`, with constants for the extra rows.
-
-    Right operands of score matmuls are kept so: a slice of columns of `[n, T, D]`, transposed, is packed again by every bf16
-    matmul, which takes 40% longer. One head after another, since torch transposes a matrix 3 times faster than a batch of them.
-    """
-    heads, length, dim = t.shape
-    result = t.new_empty(heads, dim + len(extra), length)
-    if length < 256:
-        result[:, :dim].copy_(t.mT)
-    else:
-        for head, source in zip(result, t, strict=True):
-            head[:dim].copy_(source.contiguous().t())
-    for row, value in enumerate(extra, dim):
-        result[:, row].fill_(value)
-    return result

@@ -16,9 +16,10 @@ from rowmax.cpu.blocks import (
     RowBlock,
     Scratch,
     by_kv_head,
-    columns_first,
     fold,
+    fold_contiguous,
     sequences,
+    take_columns,
     take_rows,
 )
 from rowmax.numerics import LN2, LOG2E
@@ -30,38 +31,40 @@ def tiled(problem, operands, tile, need_lse, exact=False):
     out = operands.q.new_zeros(out_shape)
     lse = operands.q.new_full(lse_shape if need_lse else (0,), -torch.inf, dtype=problem.lse_dtype)
     scratch = Scratch()
+    bounded = half_scores.bounded(operands.q, operands.k, problem.scale)
     for_q = (out, lse.movedim(-1, -2)) if need_lse else (out,)
     for rows, (k, v) in sequences(problem, operands, for_q):
-        try_half = problem.dtype == torch.bfloat16 and not need_lse and half_scores.bounded(rows[0], k, problem.scale)
         q, o, *row_lse = (by_kv_head(t, problem.heads_k) for t in rows)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, try_half)
+        _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, bounded)
     return out, lse
 
 
-def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, try_half):
+def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded):
     """q, out `[B, Hk, G, Tq, D]`, k, v `[B, Hk, Tk, D]`, lse `[B, Hk, G, Tq]` or None; writes out and lse."""
     batch, heads_k, group, len_q, _ = q.shape
     geometry = Geometry(len_q, k.shape[2], problem.band)
+    try_half = bounded and q.dtype == torch.bfloat16 and lse is None
     chunks = Chunks.of(tile, geometry, batch, heads_k, group, try_half)
     compute, matmul = COMPUTE.get(q.dtype, q.dtype), MATMUL.get(q.dtype, q.dtype)
     eligible = [block for block in geometry.row_blocks(chunks.step) if half_scores.eligible(block, chunks.width)]
     for part in chunks.parts:
-        q_part, v_part = fold(q[part], matmul), fold(v[part], matmul)
-        k_columns = columns_first(fold(k[part], matmul))
-        wide = None  # k_columns in the type that scores are computed in
-        fits = try_half and eligible and half_scores.invisible_forward(q_part, k_columns, v_part, problem.scale, eligible)
-        attempts = half_scores.ATTEMPTS if fits else 0
+        q_part = fold(q[part], matmul)
+        k_part, v_part = (fold_contiguous(t[part], matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
+        wide = None  # k in the type that scores are computed in
+        attempts = 0
+        if try_half and eligible and half_scores.invisible_forward(q_part, k_part, v_part, problem.scale, eligible, scratch):
+            attempts = half_scores.ATTEMPTS
         for block in geometry.row_blocks(chunks.step):
             rows = slice(block.row, block.row + block.rows)
             block_q, o = take_rows(block, q_part), None
             if attempts and half_scores.eligible(block, chunks.width):
-                o = half_scores.forward_block(block_q, k_columns, v_part, problem.scale, block, scratch)
+                o = half_scores.forward_block(block_q, k_part, v_part, problem.scale, block, scratch)
                 attempts -= o is None
             if o is None:
-                wide = k_columns.to(compute) if wide is None else wide
+                wide = k_part[:, : block.end].to(compute) if wide is None else wide  # earlier rows end earlier
                 q_log2 = block_q.to(compute) * (problem.scale * LOG2E)
-                o, lse_log2 = _row_block(q_log2, wide, v_part, block, chunks.width, scratch, exact)
+                o, lse_log2 = _row_block(q_log2, wide, v_part, block, chunks.width, scratch, exact, bounded)
                 if lse is not None:
                     target = lse[part][..., rows]
                     torch.mul(lse_log2.view(target.shape), LN2, out=target)
@@ -69,27 +72,30 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, try_half):
             target.copy_(o.view(target.shape))
 
 
-def _row_block(q, k_columns, v, block: RowBlock, width, scratch, exact):
+def _row_block(q, k, v, block: RowBlock, width, scratch, exact, bounded):
     """`(o [n, G * rows, Dv], lse_log2 [n, G * rows, 1])` of one row block over all columns that it sees."""
     out = lse = None
     for cols in block.tiles(width):
-        o, tile_lse = _tile(q, k_columns[:, :, cols], v[:, cols], block, cols, scratch, exact)
+        o, tile_lse = _tile(q, k, v, block, cols, scratch, exact, bounded)
         out, lse = (o, tile_lse) if out is None else _merge(out, lse, o, tile_lse)
     return out, lse
 
 
-def _tile(q, k_columns, v, block: RowBlock, cols, scratch, exact):
-    """Attention of the rows over the columns of one tile."""
-    s = torch.bmm(q, k_columns, out=scratch("s", (*q.shape[:2], k_columns.shape[2]), q.dtype))
+def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded):
+    """Attention of the rows over the columns of one tile. Scores that are `bounded` need no maximum as a pivot."""
+    s = torch.bmm(q, k[:, cols].mT, out=scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype))
     block.hide(s, cols, scratch, exact)
-    m = s.amax(-1, keepdim=True)
     blind = block.blind_rows(cols)
-    if blind is not None:
-        m.unflatten(1, (-1, block.rows)).masked_fill_(blind.unsqueeze(-1), 0.0)
-    p = s.sub_(m).exp2_()
+    m = None if bounded else s.amax(-1, keepdim=True)
+    if m is not None:
+        if blind is not None:
+            m.unflatten(1, (-1, block.rows)).masked_fill_(blind.unsqueeze(-1), 0.0)
+        s.sub_(m)
+    p = s.exp2_()
     l = p.sum(-1, keepdim=True)
-    lse = m + l.log2()
+    lse = l.log2() if m is None else m + l.log2()
     weight = 1.0 / l if blind is None else 1.0 / torch.where(l == 0, 1.0, l)
+    v = take_columns(v, cols, scratch)
     if v.dtype == p.dtype:
         return torch.bmm(p, v).mul_(weight), lse
     # Normalised before it is rounded: the product is then rounded once, and exact where one key has all the weight.

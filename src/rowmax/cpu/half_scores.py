@@ -14,20 +14,25 @@ and after each block `spread`: no weight is above 1/4, so that a score below 8 (
 A block that fails is computed again from fp32 scores; the second failure ends the attempts of its chunk. Blocks with few
 columns a row are not tried, and in the backward columns that few rows see get weights from fp32 scores. The LSE never comes
 from rounded scores.
+
+A NaN or infinity in q or k fails a check, so that its blocks take fp32 scores: rows of theirs that do not see it may then
+differ by rounding from what they would be without it, unlike everywhere else.
 """
 
 import math
 
 import torch
 
-from rowmax.cpu.blocks import RowBlock, Scratch, take_rows
+from rowmax.cpu.blocks import RowBlock, Scratch, take_columns, take_rows
+from rowmax.mask import end_key, end_query, first_key, first_query
 from rowmax.numerics import LOG2E, UNIT_ROUNDOFF
 
 ATTEMPTS = 2
-_FEWEST_COLUMNS = 512  # normal scores of fewer keys have weights above 1/4 now and then
+_FEWEST_COLUMNS = 256  # normal scores of fewer keys have weights above 1/4 now and then
 _FEWEST_ROWS = 32  # of a column
 _SAMPLES = 8  # rows or keys a head
 _MOST_WEIGHT = 0.25
+_LARGEST_SCORE = 40.0  # exp needs no pivot below; reached at D = 256
 
 
 def eligible(block: RowBlock, width: int) -> bool:
@@ -36,36 +41,42 @@ def eligible(block: RowBlock, width: int) -> bool:
 
 
 def bounded(q, k, scale: float) -> bool:
-    """Are all scores of q and k `[..., D]` small by the Cauchy-Schwarz inequality?"""
+    """Are all scores of q and k `[..., D]` small by the Cauchy-Schwarz inequality? Such scores need no pivot either."""
     if scale == 0 or q.numel() == 0 or k.numel() == 0:
         return False  # with a scale of 0 torch's bf16 baddbmm (beta 0, alpha 0) leaves its result unwritten
-    most_q, most_k = (float(torch.linalg.vector_norm(t, dim=-1).amax()) for t in (q, k))
-    return most_q * most_k * abs(scale) <= 2.5 * q.shape[-1] ** 0.5
+    return _largest_norm(q) * _largest_norm(k) * abs(scale) <= min(2.5 * q.shape[-1] ** 0.5, _LARGEST_SCORE)
+
+
+def _largest_norm(t) -> float:
+    """Over the finite values, so that a hidden NaN does not change how the rows that do not see it are computed."""
+    largest = float(torch.linalg.vector_norm(t, dim=-1).amax())
+    return largest if math.isfinite(largest) else float(torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0), dim=-1).amax())
 
 
 def spread(p, unit: float = 1.0) -> bool:
     """Is no weight above 1/4 of `unit`? Weights are not negative, so that their bits order like integers (and NaN is large)."""
-    most = torch.tensor(_MOST_WEIGHT * unit, dtype=p.dtype).view(torch.int16)
-    return bool(p.view(torch.int16).amax() <= most)
+    most = torch.tensor(_MOST_WEIGHT * unit, dtype=p.dtype, device="cpu").view(torch.int16)
+    return bool(p.view(torch.int16).max() <= most)
 
 
-def invisible_forward(q, k_columns, v, scale: float, blocks: list[RowBlock]) -> bool:
-    """Do rounded scores leave the output of sampled rows where it is? v `[n, Tk, Dv]`; `blocks` are the eligible ones."""
+def invisible_forward(q, k, v, scale: float, blocks: list[RowBlock], scratch: Scratch) -> bool:
+    """Do rounded scores leave the output of sampled rows where it is? k, v `[n, Tk, .]`; `blocks` are the eligible ones."""
     rows = _sample([(block.row, block.row + block.rows) for block in blocks])
-    rounded, rest = _score_and_rest(q[:, :, rows].flatten(1, 2), k_columns, scale)
-    rounded = _hide(rounded, map(blocks[0].geometry.keys_of, rows.tolist()))
+    rounded, rest = _score_and_rest(q[:, :, rows].flatten(1, 2), k.mT, scale)
+    shift, len_k, band = blocks[0].geometry.shift, blocks[0].geometry.len_k, blocks[0].geometry.band
+    rounded = _hide(rounded, first_key(rows, shift, band), end_key(rows, shift, len_k, band))
     exact = torch.softmax(rounded + rest, -1)
-    return _small(torch.softmax(rounded, -1) - exact, exact, v)
+    return _small(torch.softmax(rounded, -1) - exact, exact, v, scratch)
 
 
-def forward_block(q, k_columns, v, scale: float, block: RowBlock, scratch: Scratch):
+def forward_block(q, k, v, scale: float, block: RowBlock, scratch: Scratch):
     """The output of one row block, `[n, G * rows, Dv]`; None if some weight is too large for rounded scores."""
     cols = slice(block.start, block.end)
     s = scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype)
-    torch.baddbmm(s, q, k_columns[:, :, cols], beta=0, alpha=scale, out=s)
+    torch.baddbmm(s, q, take_columns(k, cols, scratch).mT, beta=0, alpha=scale, out=s)
     block.hide(s, cols, scratch, exact=False)
     p = torch.softmax(s, -1, out=s)
-    return torch.bmm(p, v[:, cols]) if spread(p) else None
+    return torch.bmm(p, take_columns(v, cols, scratch)) if spread(p) else None
 
 
 class BackwardWeights:
@@ -75,41 +86,42 @@ class BackwardWeights:
     near the number of columns: it puts the usual scores near 0, where bf16 is finest.
     """
 
-    def __init__(self, q, k_columns, lse_log2, scale: float):
-        """q `[n, G, Tq, D]`; k_columns `[n, D + 2, Tk]`, the last two rows 1; lse_log2 `[n, G, Tq, 1]`."""
-        self.unit = 2.0 ** round(math.log2(k_columns.shape[2]) - 1)
+    def __init__(self, q, k, lse_log2, scale: float):
+        """q `[n, G, Tq, D]`; k `[n, Tk, D + 2]`, the last two columns 1; lse_log2 `[n, G, Tq, 1]`."""
+        self.unit = 2.0 ** round(math.log2(k.shape[1]) - 1)
         self._alpha = scale * LOG2E
         rest = (lse_log2 - math.log2(self.unit)) / -self._alpha
         high = rest.to(q.dtype)
         self._q = q, high, (rest - high).to(q.dtype)
-        self._k_columns = k_columns
+        self._k = k
 
     def block(self, block: RowBlock, scratch: Scratch):
         """`[n, G * rows, cols]`; None if some weight is too large for rounded scores."""
         cols = slice(block.start, block.end)
         q = take_rows(block, *self._q)
         x = scratch("p", (*q.shape[:2], cols.stop - cols.start), q.dtype)
-        torch.baddbmm(x, q, self._k_columns[:, :, cols], beta=0, alpha=self._alpha, out=x)
+        torch.baddbmm(x, q, take_columns(self._k, cols, scratch).mT, beta=0, alpha=self._alpha, out=x)
         block.hide(x, cols, scratch, exact=False)
         p = x.exp2_()
         for rare in block.rare_columns(_FEWEST_ROWS):
-            x = torch.bmm(q.float().mul_(self._alpha), self._k_columns[:, :, rare].float())
+            x = torch.bmm(q.float().mul_(self._alpha), self._k[:, rare].float().mT)
             block.hide(x, rare, scratch, exact=False)
             p[:, :, rare.start - block.start : rare.stop - block.start] = x.exp2_()
         return p if spread(p, self.unit) else None
 
-    def invisible(self, do, blocks: list[RowBlock]) -> bool:
+    def invisible(self, do, blocks: list[RowBlock], scratch: Scratch) -> bool:
         """Do rounded scores leave dv of sampled keys where it is? do `[n, G, Tq, Dv]`; `blocks` are the eligible ones.
 
         dq and dk are not sampled: their bounds hold |do|.|o| beside |do.v|, which is about sqrt(D) times larger.
         """
         keys = _sample([(block.start, block.end) for block in blocks])  # the ends left out: not the rare ones
-        rounded, rest = _score_and_rest(torch.cat(self._q, -1).flatten(1, 2), self._k_columns[:, :, keys], self._alpha)
+        rounded, rest = _score_and_rest(torch.cat(self._q, -1).flatten(1, 2), self._k[:, keys].mT, self._alpha)
         rounded, rest = (t.unflatten(1, do.shape[1:3]).movedim(3, 2) for t in (rounded, rest))  # [n, G, keys, Tq]
-        rounded = _hide(rounded, map(blocks[0].geometry.rows_of, keys.tolist()))
+        shift, len_q, band = blocks[0].geometry.shift, blocks[0].geometry.len_q, blocks[0].geometry.band
+        rounded = _hide(rounded, first_query(keys, shift, band), end_query(keys, shift, len_q, band))
         p = torch.exp2(rounded + rest)
         error, weights = (t.transpose(1, 2).flatten(2) for t in (torch.exp2(rounded) - p, p))
-        return _small(error, weights, do.flatten(1, 2))
+        return _small(error, weights, do.flatten(1, 2), scratch)
 
 
 def _score_and_rest(q, k_columns, alpha: float):
@@ -123,17 +135,18 @@ def _score_and_rest(q, k_columns, alpha: float):
 def _sample(intervals):
     """Some of the rows or keys from the first to the last interval, evenly spaced, the ends left out."""
     start, end = min(first for first, _ in intervals), max(end for _, end in intervals)
-    return torch.linspace(start, end - 1, _SAMPLES + 2)[1:-1].long()
+    return torch.linspace(start, end - 1, _SAMPLES + 2, device="cpu")[1:-1].long()
 
 
-def _hide(x, intervals):
+def _hide(x, first, end):
     """-inf outside the interval of each sample; x `[..., samples, T]`, or the samples of each group folded into rows."""
-    first, end = torch.tensor(list(intervals)).T.unsqueeze(-1)
-    j = torch.arange(x.shape[-1])
-    return x.unflatten(-2, (-1, len(first))).masked_fill((j < first) | (j >= end), -torch.inf).view(x.shape)
+    j = torch.arange(x.shape[-1], device="cpu")
+    hidden = (j < first.unsqueeze(-1)) | (j >= end.unsqueeze(-1))
+    return x.unflatten(-2, (-1, len(hidden))).masked_fill(hidden, -torch.inf).view(x.shape)
 
 
-def _small(error, weights, values) -> bool:
+def _small(error, weights, values, scratch: Scratch) -> bool:
     """Is |error @ values| at most u weights @ |values|, in every element?"""
-    error, terms = (torch.bmm(w.to(values.dtype), t).float() for w, t in ((error, values), (weights, values.abs())))
+    absolute = torch.abs(values, out=scratch("columns", values.shape, values.dtype))
+    error, terms = (torch.bmm(w.to(values.dtype), t).float() for w, t in ((error, values), (weights, absolute)))
     return bool((error.abs() <= UNIT_ROUNDOFF["bf16"] * terms).all())

@@ -78,7 +78,7 @@ def backward(problem, operands, out, lse, grad_out, grad_lse, grads, run):
 def _rows_that_see(marked, len_q, band):
     """`[B, Tk, ...]` marks on keys -> `[B, Tq, ...]`: does the row see a marked key?"""
     len_k = marked.shape[1]
-    i = torch.arange(len_q)
+    i = torch.arange(len_q, device="cpu")
     shift = len_k - len_q
     return _count(marked, first_key(i, shift, band), end_key(i, shift, len_k, band)) > 0
 
@@ -86,7 +86,7 @@ def _rows_that_see(marked, len_q, band):
 def _keys_seen_by(marked, len_k, band):
     """`[B, Tq, ...]` marks on rows -> `[B, Tk, ...]`: is the key seen by a marked row?"""
     len_q = marked.shape[1]
-    j = torch.arange(len_k)
+    j = torch.arange(len_k, device="cpu")
     shift = len_k - len_q
     return _count(marked, first_query(j, shift, band), end_query(j, shift, len_q, band)) > 0
 
