@@ -91,7 +91,7 @@ class _Chunk:
     def try_half_scores(self, k, chunks: Chunks) -> None:
         """Use rounded scores if they fit. k `[b, Hk, Tk, D]`."""
         blocks = [block for block in self.geometry.row_blocks(chunks.step) if half_scores.eligible(block, chunks.width)]
-        if blocks:
+        if blocks and self.geometry.len_q >= half_scores.FEWEST_ROWS:
             k_ones = fold_contiguous(k, k.dtype, "k_ones", self._scratch, 1.0, 1.0)
             half = half_scores.BackwardWeights(self.q, k_ones, self.lse_log2, self.scale)
             if half.invisible(self.do, blocks, self._scratch):

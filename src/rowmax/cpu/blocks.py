@@ -106,7 +106,8 @@ class RowBlock(NamedTuple):
         return min(min(end_key(i, shift, len_k, band), len_k) - max(first_key(i, shift, band), 0) for i in ends)
 
     def rare_columns(self, fewest: int) -> Iterator[slice]:
-        """Columns that fewer than `fewest` rows of all blocks see; they are at the ends, if anywhere."""
+        """Columns that fewer than `fewest` rows of all blocks see, if there are so many rows and the band is so wide: then they
+        are at the ends."""
         _, len_k, (left, right) = self.geometry
         low = self.start if left is None else self.geometry.shift - left + fewest - 1
         high = self.end if right is None else len_k + right - fewest + 1

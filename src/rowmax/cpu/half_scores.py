@@ -29,7 +29,7 @@ from rowmax.numerics import LOG2E, UNIT_ROUNDOFF
 
 ATTEMPTS = 2
 _FEWEST_COLUMNS = 256  # normal scores of fewer keys have weights above 1/4 now and then
-_FEWEST_ROWS = 32  # of a column
+FEWEST_ROWS = 32  # of a column
 _SAMPLES = 8  # rows or keys a head
 _MOST_WEIGHT = 0.25
 _LARGEST_SCORE = 40.0  # exp needs no pivot below; reached at D = 256
@@ -54,9 +54,11 @@ def _largest_norm(t) -> float:
 
 
 def spread(p, unit: float = 1.0) -> bool:
-    """Is no weight above 1/4 of `unit`? Weights are not negative, so that their bits order like integers (and NaN is large)."""
+    """Is no weight above 1/4 of `unit`, nor NaN? The bits of weights, which are not negative, order like integers; those of a NaN
+    are a large or a negative one."""
     most = torch.tensor(_MOST_WEIGHT * unit, dtype=p.dtype, device="cpu").view(torch.int16)
-    return bool(p.view(torch.int16).max() <= most)
+    low, high = p.view(torch.int16).aminmax()
+    return bool((low >= 0) & (high <= most))
 
 
 def invisible_forward(q, k, v, scale: float, blocks: list[RowBlock], scratch: Scratch) -> bool:
@@ -103,7 +105,7 @@ class BackwardWeights:
         torch.baddbmm(x, q, take_columns(self._k, cols, scratch).mT, beta=0, alpha=self._alpha, out=x)
         block.hide(x, cols, scratch, exact=False)
         p = x.exp2_()
-        for rare in block.rare_columns(_FEWEST_ROWS):
+        for rare in block.rare_columns(FEWEST_ROWS):
             x = torch.bmm(q.float().mul_(self._alpha), self._k[:, rare].float().mT)
             block.hide(x, rare, scratch, exact=False)
             p[:, :, rare.start - block.start : rare.stop - block.start] = x.exp2_()

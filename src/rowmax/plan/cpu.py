@@ -31,6 +31,8 @@ def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[
         return "torch's CPU operator aligns causal masks to the top left; here len_q != len_k"
     if problem.dim_qk != problem.dim_v:
         return "torch's CPU operator needs dim_v == dim_qk"
+    if problem.scale == 0:
+        return "torch's CPU operator leaves its scores unwritten where the scale is 0"
     if min(problem.batch, problem.len_q, problem.len_k, problem.heads_q) == 0:
         return "torch's CPU operator takes no empty tensors"
     if problem.dtype in (torch.float16, torch.bfloat16):
