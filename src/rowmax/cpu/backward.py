@@ -25,6 +25,7 @@ from rowmax.cpu.blocks import (
     sequences,
     take_columns,
     take_rows,
+    widen,
 )
 from rowmax.numerics import LOG2E
 
@@ -86,11 +87,11 @@ class _Chunk:
         self._wide: Optional[torch.Tensor] = None  # k in the type that scores are computed in
         self._huge = bool((self.lse_log2.abs() > _HUGE_LSE).any())
         self._half: Optional[half_scores.BackwardWeights] = None
-        self._attempts = 0
+        self._attempts = 0.0
 
     def try_half_scores(self, k, chunks: Chunks) -> None:
         """Use rounded scores if they fit. k `[b, Hk, Tk, D]`."""
-        blocks = [block for block in self.geometry.row_blocks(chunks.step) if half_scores.eligible(block, chunks.width)]
+        blocks = half_scores.eligible_blocks(self.geometry, chunks, self.q.shape[1])
         if blocks and self.geometry.len_q >= half_scores.FEWEST_ROWS:
             k_ones = fold_contiguous(k, k.dtype, "k_ones", self._scratch, 1.0, 1.0)
             half = half_scores.BackwardWeights(self.q, k_ones, self.lse_log2, self.scale)
@@ -99,13 +100,13 @@ class _Chunk:
 
     def weights(self, block: RowBlock, cols: slice, width: int, scratch: Scratch):
         """P times `unit` of one tile, `[n, G * rows, cols]`."""
-        if self._half and self._attempts and half_scores.eligible(block, width):
+        if self._half and self._attempts >= 1 and half_scores.eligible(block, width):
             p = self._half.block(block, scratch)
+            self._attempts += -1 if p is None else half_scores.EARNED
             if p is not None:
                 return p
-            self._attempts -= 1
         if self._wide is None:
-            self._wide = self.k[:, : block.end].to(self.compute)  # earlier rows end earlier
+            self._wide = widen(self.k[:, : block.end], self.compute, scratch)  # earlier rows end earlier
         q_log2 = take_rows(block, self.q).to(self.compute) * (self.scale * LOG2E)
         shape = (*q_log2.shape[:2], cols.stop - cols.start)
         x = scratch("s", shape, self.compute)

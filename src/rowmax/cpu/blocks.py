@@ -181,11 +181,15 @@ class Chunks(NamedTuple):
     @classmethod
     def of(cls, tile, geometry: Geometry, batch: int, heads_k: int, group: int, half: bool) -> "Chunks":
         """`half`: scores take 2 bytes, and twice as many heads fit."""
-        step = max(1, min(tile.block_m // group, geometry.len_q))
+        most_scores = (1 + half) * tile.block_m * tile.block_n
+        # Of a window of w keys a block of r rows reads w + r: fewer rows waste less.
+        rows = tile.block_m if None in geometry.band else tile.block_m // 2
+        step = max(1, min(rows, geometry.len_q))
         widest = max((block.end - block.start for block in geometry.row_blocks(step)), default=0)
         width = max(1, min(widest, tile.block_n))
-        most = max(1, (1 + half) * tile.block_m * tile.block_n // (group * step * width))
-        return cls(step, width, list(_rectangles(batch, heads_k, most)) if widest else [])
+        step = max(1, min(step, most_scores // (group * width)))
+        most_heads = max(1, most_scores // (group * step * width))
+        return cls(step, width, list(_rectangles(batch, heads_k, most_heads)) if widest else [])
 
 
 def _rectangles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
@@ -216,6 +220,11 @@ def fold_contiguous(t: torch.Tensor, dtype: torch.dtype, name: str, scratch: Scr
     for i, value in enumerate(extra, dim):
         result[..., i].fill_(value)
     return result.flatten(0, 1)
+
+
+def widen(k: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+    """K in the type that scores are computed in."""
+    return k if k.dtype == dtype else scratch("wide", k.shape, dtype).copy_(k)
 
 
 def take_columns(t: torch.Tensor, cols: slice, scratch: Scratch) -> torch.Tensor:

@@ -21,6 +21,7 @@ from rowmax.cpu.blocks import (
     sequences,
     take_columns,
     take_rows,
+    widen,
 )
 from rowmax.numerics import LN2, LOG2E
 
@@ -47,22 +48,24 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded):
     try_half = bounded and q.dtype == torch.bfloat16 and lse is None
     chunks = Chunks.of(tile, geometry, batch, heads_k, group, try_half)
     compute, matmul = COMPUTE.get(q.dtype, q.dtype), MATMUL.get(q.dtype, q.dtype)
-    eligible = [block for block in geometry.row_blocks(chunks.step) if half_scores.eligible(block, chunks.width)]
+    blocks = list(geometry.row_blocks(chunks.step))
+    eligible = half_scores.eligible_blocks(geometry, chunks, group) if try_half else []
     for part in chunks.parts:
         q_part = fold(q[part], matmul)
         k_part, v_part = (fold_contiguous(t[part], matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
         wide = None  # k in the type that scores are computed in
-        attempts = 0
-        if try_half and eligible and half_scores.invisible_forward(q_part, k_part, v_part, problem.scale, eligible, scratch):
+        attempts = 0.0
+        if eligible and half_scores.invisible_forward(q_part, k_part, v_part, problem.scale, eligible, scratch):
             attempts = half_scores.ATTEMPTS
-        for block in geometry.row_blocks(chunks.step):
+        for block in blocks:
             rows = slice(block.row, block.row + block.rows)
             block_q, o = take_rows(block, q_part), None
-            if attempts and half_scores.eligible(block, chunks.width):
+            if attempts >= 1 and half_scores.eligible(block, chunks.width):
                 o = half_scores.forward_block(block_q, k_part, v_part, problem.scale, block, scratch)
-                attempts -= o is None
+                attempts += -1 if o is None else half_scores.EARNED
             if o is None:
-                wide = k_part[:, : block.end].to(compute) if wide is None else wide  # earlier rows end earlier
+                if wide is None:
+                    wide = widen(k_part[:, : block.end], compute, scratch)  # earlier rows end earlier
                 q_log2 = block_q.to(compute) * (problem.scale * LOG2E)
                 o, lse_log2 = _row_block(q_log2, wide, v_part, block, chunks.width, scratch, exact, bounded)
                 if lse is not None:

@@ -11,8 +11,8 @@ the work,
    stay below 0.7, one-hot values come out above 1.8;
 
 and after each block `spread`: no weight is above 1/4, so that a score below 8 (error at most 4 u) moves its row by u at most.
-A block that fails is computed again from fp32 scores; the second failure ends the attempts of its chunk. Blocks with few
-columns a row are not tried, and in the backward columns that few rows see get weights from fp32 scores. The LSE never comes
+A block that fails is computed again from fp32 scores; where failures are frequent, nothing more of the chunk is tried. Nor are
+blocks with few columns a row, and in the backward columns that few rows see get weights from fp32 scores. The LSE never comes
 from rounded scores.
 
 A NaN or infinity in q or k fails a check, so that its blocks take fp32 scores: rows of theirs that do not see it may then
@@ -23,14 +23,16 @@ import math
 
 import torch
 
-from rowmax.cpu.blocks import RowBlock, Scratch, take_columns, take_rows
+from rowmax.cpu.blocks import Chunks, Geometry, RowBlock, Scratch, take_columns, take_rows
 from rowmax.mask import end_key, end_query, first_key, first_query
 from rowmax.numerics import LOG2E, UNIT_ROUNDOFF
 
-ATTEMPTS = 2
+ATTEMPTS = 2  # a failure takes one away
+EARNED = 0.5  # by a success, which saves half of what a failure costs
 _FEWEST_COLUMNS = 256  # normal scores of fewer keys have weights above 1/4 now and then
 FEWEST_ROWS = 32  # of a column
 _SAMPLES = 8  # rows or keys a head
+_LEAST_ROWS = 40 * _SAMPLES  # for fewer the check costs more than it saves
 _MOST_WEIGHT = 0.25
 _LARGEST_SCORE = 40.0  # exp needs no pivot below; reached at D = 256
 
@@ -38,6 +40,12 @@ _LARGEST_SCORE = 40.0  # exp needs no pivot below; reached at D = 256
 def eligible(block: RowBlock, width: int) -> bool:
     """Does every row of the block see many columns, all in one tile?"""
     return block.fewest_columns >= _FEWEST_COLUMNS and block.end - block.start <= width
+
+
+def eligible_blocks(geometry: Geometry, chunks: Chunks, group: int) -> list[RowBlock]:
+    """The eligible blocks of a chunk, if they are enough to be worth the check."""
+    blocks = [block for block in geometry.row_blocks(chunks.step) if eligible(block, chunks.width)]
+    return blocks if sum(block.rows for block in blocks) * group >= _LEAST_ROWS else []
 
 
 def bounded(q, k, scale: float) -> bool:
@@ -54,8 +62,8 @@ def _largest_norm(t) -> float:
 
 
 def spread(p, unit: float = 1.0) -> bool:
-    """Is no weight above 1/4 of `unit`, nor NaN? The bits of weights, which are not negative, order like integers; those of a NaN
-    are a large or a negative one."""
+    """Is no weight above 1/4 of `unit`, nor NaN? Weights are not negative, so that their bits order like integers; the bits of
+    a NaN are a large or a negative one."""
     most = torch.tensor(_MOST_WEIGHT * unit, dtype=p.dtype, device="cpu").view(torch.int16)
     low, high = p.view(torch.int16).aminmax()
     return bool((low >= 0) & (high <= most))
