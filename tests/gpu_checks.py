@@ -265,13 +265,11 @@ def memory_does_not_grow_over_calls():
     assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes were kept"
 
 
-def run_all() -> dict[str, str]:
-    """Name -> what is wrong, or nothing."""
-    results = {}
+def run_all():
+    """`(name, what is wrong, or nothing)` of each check in turn."""
     for name, function in CHECKS.items():
         try:
             function()
-            results[name] = ""
+            yield name, ""
         except Exception:
-            results[name] = traceback.format_exc(limit=6)
-    return results
+            yield name, traceback.format_exc(limit=6)

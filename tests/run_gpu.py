@@ -97,6 +97,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--family", nargs="*", default=())
+    parser.add_argument("--checks-only", action="store_true", help="no cases")
     parser.add_argument("--time-limit", type=float, default=3600.0, metavar="S", help="begin nothing after this long")
     arguments = parser.parse_args()
 
@@ -111,38 +112,46 @@ def main() -> int:
 
     start = time.perf_counter()
     results = []
-    for result in run_cases(arguments.workers, tuple(arguments.family)):
+    for result in () if arguments.checks_only else run_cases(arguments.workers, tuple(arguments.family)):
         results.append(result)
         if time.perf_counter() - start > arguments.time_limit:
             break
     families = summary(sorted(results))
     seconds = time.perf_counter() - start
     late = seconds > arguments.time_limit
-    checks = {} if arguments.family or late else gpu_checks.run_all()
     wrong = [result for result in results if result.error]
     for result in wrong:
         print(f"WRONG {result.family}: {result.id}\n{result.error}\n")
-    for name, error in checks.items():
-        print(f"{'WRONG' if error else 'right'} check: {name}" + (f"\n{error}\n" if error else ""))
     print(table(families))
     slowest = sorted(results, key=lambda result: -result.seconds)[:5]
     print("slowest: " + ", ".join(f"{result.id} {result.seconds:.0f} s" for result in slowest))
-    failed = len(wrong) + sum(bool(error) for error in checks.values())
     if late:
         print(f"stopped after {seconds:.0f} s: some cases and the checks did not run")
-    print(f"{len(results)} cases in {seconds:.0f} s and {len(checks)} checks on {torch.cuda.get_device_name()}: {failed} wrong")
-    if arguments.json:
-        document = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "date": datetime.date.today().isoformat(),
-            "seconds": round(seconds, 1),
-            "families": families,
-            "wrong": [result._asdict() for result in wrong],
-            "checks": checks,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"{len(results)} cases in {seconds:.0f} s on {torch.cuda.get_device_name()}: {len(wrong)} wrong", flush=True)
+    document: dict = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": os.environ.get("ROWMAX_COMMIT", "unknown"),
+        "cases": len(results),
+        "seconds": round(seconds, 1),
+        "families": families,
+        "wrong": [result._asdict() for result in wrong],
+        "checks": {},
+    }
+
+    def save():
+        if arguments.json:
+            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+    save()  # a check that takes the GPU down with it must not take the rest
+    for name, error in () if arguments.family or late else gpu_checks.run_all():
+        print(f"{'WRONG' if error else 'right'} check: {name}" + (f"\n{error}\n" if error else ""), flush=True)
+        document["checks"][name] = error
+        save()
+    failed = len(wrong) + sum(bool(error) for error in document["checks"].values())
+    print(f"{len(document['checks'])} checks; {failed} wrong in all")
     return 1 if failed else 0
 
 

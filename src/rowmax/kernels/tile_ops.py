@@ -11,7 +11,7 @@ import triton.language as tl
 from rowmax import mask
 
 # Rows and columns of the tiles in which a result that came out NaN is computed once more, with `guarded_dot`.
-GUARD = tl.constexpr(32)
+GUARD = tl.constexpr(16)
 
 # The type of the marks in `guarded_dot`. Triton 3.6's interpreter multiplies the bits of bf16 tiles as integers.
 MARK = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)

@@ -20,13 +20,13 @@ _parse = Tile.parse
 
 # Largest head dimension -> (forward, dQ, dK/dV) or (forward, dQ, dK, dV).
 _HOPPER = {
-    # 436 / 411 (128x128 w4 s3 tma: 451 / 425, spills); 624 / 572 (128x64 w4 s3 tma: 623 / 600, spills); 494 / 456
-    64: ("128x64 w4 s4 tma", "64x64 w4 s3 tma", "32x128 w4 s3"),
+    # 431 / 411 (128x128 w4 s3 tma: 442 / 415, spills 8 bytes); 624 / 572 (128x64 w4 s3 tma: 623 / 600, spills 8 bytes)
+    64: ("128x64 w4 s4 tma", "64x64 w4 s3 tma", "64x64 w4 s3 tma"),
     # 511 / 504 (without tma 480 / 488); 644 / 645 (64x64 w4 s2 tma 619 / 581); 573 / 542 (64x128 w8 s3 tma 571 / 491)
-    128: ("128x128 w8 s3 tma", "128x64 w8 s3 tma", "64x64 w4 s2 tma"),
+    128: ("64x64 w4 s3 tma", "128x64 w8 s3 tma", "64x64 w4 s2 tma"),
     # 455 / 465 (with tma 537 / 526, spills); 398 / 409 (128x64 w8 s1: 487 / 490, spills); 388 / 427, spills 56 to 72 bytes
     # outside its loop (32x128 w8 s2, 16 bytes: 353 / 369); 465 / 409. dK and dV in one kernel: 262 / 287.
-    256: ("128x64 w8 s2", "128x32 w8 s2", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
+    256: ("128x64 w8 s2 tma", "128x32 w8 s2 tma", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
 }
 _AMPERE = {
     64: ("128x64 w4 s3", "128x64 w8 s2", "64x128 w8 s2"),

@@ -107,6 +107,7 @@ def query_kernel(
 ):  # fmt: skip
     """dQ."""
     total_q = len_q
+    total_k = len_k
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
         tl.program_id(0), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, BLOCK_M
     )
@@ -120,7 +121,6 @@ def query_kernel(
     q_base = head_base(q_ptr, q_strides, b, begin_q, head)
     q = load_tile(q_base, row, q_strides[1], len_q, DIM, BLOCK_M, BLOCK_D, True)
     if do_ptr is None:
-        do_base = None
         do = tl.zeros([BLOCK_M, BLOCK_DV], q.dtype)
     else:
         do_base = head_base(do_ptr, do_strides, b, begin_q, head)
@@ -144,14 +144,22 @@ def query_kernel(
         DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
     )  # fmt: skip
     bad = tl.max(tl.ravel((dq != dq).to(tl.int32)), 0)
+    # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
+    row, head, b, begin_q, len_q, begin_k, len_k = locate(
+        tl.program_id(0) + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
+    )
+    b = tl.cast(b, tl.int32)
     dq_base = head_base(dq_ptr, dq_strides, b, begin_q, head)
     store_tile(dq_base, dq * scale, row, dq_strides[1], len_q, DIM, BLOCK_M, BLOCK_D)
     if bad > 0:  # perhaps a NaN or infinity of K that not every row sees
         tl.debug_barrier()
+        base = (b.to(tl.int64) * heads + head) * total_q + begin_q
         _store_guarded_dq(
-            q_base, k_base, v_base, do_base, dq_base, lse_ptr + base, delta_ptr + base, q_strides[1], k_strides[1],
-            v_strides[1], do_strides[1], dq_strides[1], row, last, len_q, len_k, shift, band, scale,
-            DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
+            head_base(v_ptr, v_strides, b, begin_k, head // GROUP),
+            None if do_ptr is None else head_base(do_ptr, do_strides, b, begin_q, head), dq_base, lse_ptr + base,
+            delta_ptr + base, q_strides[1], k_strides[1], v_strides[1], do_strides[1], dq_strides[1], row,
+            tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale, DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -163,11 +171,13 @@ def _walk_queries(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, MASKED: tl.constexpr,
     GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK / scale and dV of one K/V tile over the masked or the other query tiles of every head in the group, in one loop.
+    """`(dK / scale, dV, 0)` of one K/V tile over the masked or the other query tiles of every head in the group, in one loop.
 
+    The 0 is the sign of a row: compilers do not know it, so that what is computed from it cannot be moved before the loop.
     Scores are transposed, [BLOCK_N, BLOCK_M], so that P and dS are at once the left operands of dV and dK.
     """
     tiles = tiles_of(ranges, BLOCK_M, MASKED)
+    zero = tiles * 0
     for turn in tl.range(0, GROUP * tiles, num_stages=STAGES):
         # For a group of one a zero that the compiler does not see through: with a plain 0 ptxas spills, a division costs time.
         member = turn // tiles if GROUP > 1 else tl.cast(col < 0, tl.int32)
@@ -177,6 +187,7 @@ def _walk_queries(
                 dk = dk * 2.0
             else:
                 dv = dv * 2.0
+        zero = row >> 31
         rows = row + tl.arange(0, BLOCK_M)
         row_base = tl.cast(member, tl.int64) * total_q
         q = load_member(q_source, member, row, q_strides, len_q, DIM, BLOCK_M, BLOCK_D, MASKED)  # [BLOCK_M, BLOCK_D]
@@ -192,13 +203,16 @@ def _walk_queries(
             p = tl.where(seen, p, 0.0)
         if do_source is not None:
             do = load_member(do_source, member, row, do_strides, len_q, DIM_V, BLOCK_M, BLOCK_DV, MASKED)
+        if WANT_DK and not MASKED:
+            dp = 0.0 if do_source is None else tl.dot(v, do.T, input_precision="ieee")
         if WANT_DV and do_source is not None:
             if GUARDED:
                 dv = guarded_dot(p, do, seen, dv)
             else:
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         if WANT_DK:
-            dp = 0.0 if do_source is None else tl.dot(v, do.T, input_precision="ieee")
+            if MASKED:
+                dp = 0.0 if do_source is None else tl.dot(v, do.T, input_precision="ieee")
             if MASKED:  # loaded late: it is needed late, and registers are short
                 delta = tl.load(delta_base + row_base + rows, mask=rows < len_q, other=0.0)
             else:
@@ -211,7 +225,7 @@ def _walk_queries(
                 dk = guarded_dot(ds, q, seen, dk)
             else:
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
+    return dk, dv, zero
 
 
 @triton.jit
@@ -227,6 +241,7 @@ def key_kernel(
 ):  # fmt: skip
     """dK and dV, or one of them: together they share the scores, apart each has the registers to itself."""
     total_q = len_q
+    total_k = len_k
     col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
         tl.program_id(0), cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, tiles, len_k, len_q, BLOCK_N
     )
@@ -244,47 +259,67 @@ def key_kernel(
     q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
     q_source = group_source(q_base, q_strides, len_q, GROUP, DIM, BLOCK_M, BLOCK_D, DESCRIPTORS)
     if do_ptr is None:
-        do_base = None
         do_source = None
     else:
         do_base = head_base(do_ptr, do_strides, b, begin_q, first_head)
         do_source = group_source(do_base, do_strides, len_q, GROUP, DIM_V, BLOCK_M, BLOCK_DV, DESCRIPTORS)
 
-    last = tl.minimum(col + BLOCK_N, len_k) - 1
-    ranges = query_ranges(col, last, len_q, shift, band, BLOCK_M)
+    ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, shift, band, BLOCK_M)
     EDGE_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M > 16 else BLOCK_M  # masked tiles need registers for the mask and pointers
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    dk, dv = _walk_queries(
+    dk, dv, zero = _walk_queries(
         dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k,
         shift, band, scale_log2, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False,
         STAGES,
     )  # fmt: skip
-    dk, dv = _walk_queries(
-        dk, dv, k, v, q_base, do_base, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
-        band, scale_log2, GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, False, 1,
+    # Where everything lies once more, from a program id that depends on the loop: kept over the loop, it would spill.
+    col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
+        tl.program_id(0) + zero, cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, tiles, total_k, total_q, BLOCK_N
+    )
+    b = tl.cast(b, tl.int32)
+    first_head = kv_head * GROUP
+    row_base = (b.to(tl.int64) * heads + first_head) * total_q + begin_q
+    q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
+    do_base = None if do_ptr is None else head_base(do_ptr, do_strides, b, begin_q, first_head)
+    ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, len_k - len_q, band, BLOCK_M)
+    dk, dv, _ = _walk_queries(
+        dk, dv, k, v, q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides, ranges, col, total_q,
+        len_q, len_k, len_k - len_q, band, scale_log2, GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        WANT_DK, WANT_DV, True, False, 1,
     )  # fmt: skip
     bad = 0
     if WANT_DK:
+        bad += tl.max(tl.ravel((dk != dk).to(tl.int32)), 0)
+    if WANT_DV:
+        bad += tl.max(tl.ravel((dv != dv).to(tl.int32)), 0)
+    # And once more (bad is at most 2).
+    col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
+        tl.program_id(0) + (bad >> 8), cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, tiles, total_k, total_q, BLOCK_N
+    )
+    b = tl.cast(b, tl.int32)
+    if WANT_DK:
         dk_base = head_base(dk_ptr, dk_strides, b, begin_k, kv_head)
         store_tile(dk_base, dk * scale, col, dk_strides[1], len_k, DIM, BLOCK_N, BLOCK_D)
-        bad += tl.max(tl.ravel((dk != dk).to(tl.int32)), 0)
     if WANT_DV:
         dv_base = head_base(dv_ptr, dv_strides, b, begin_k, kv_head)
         store_tile(dv_base, dv, col, dv_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV)
-        bad += tl.max(tl.ravel((dv != dv).to(tl.int32)), 0)
     if bad > 0:  # perhaps a NaN or infinity of Q or dO that not every key is seen by
         tl.debug_barrier()
+        first_head = kv_head * GROUP
+        row_base = (b.to(tl.int64) * heads + first_head) * total_q + begin_q
         k_base = head_base(k_ptr, k_strides, b, begin_k, kv_head)
         v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
+        q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
+        do_base = None if do_ptr is None else head_base(do_ptr, do_strides, b, begin_q, first_head)
         zero = len_q * 0
-        for piece in range(col, last + 1, GUARD):
-            dk_piece, dv_piece = _walk_queries(
+        for piece in range(col, tl.minimum(col + BLOCK_N, len_k), GUARD):
+            dk_piece, dv_piece, _ = _walk_queries(
                 tl.zeros([GUARD, BLOCK_D], tl.float32), tl.zeros([GUARD, BLOCK_DV], tl.float32),
                 load_tile(k_base, piece, k_strides[1], len_k, DIM, GUARD, BLOCK_D, True),
                 load_tile(v_base, piece, v_strides[1], len_k, DIM_V, GUARD, BLOCK_DV, True),
-                q_base, do_base, lse_base, delta_base, q_strides, do_strides, (zero, zero, zero, len_q), piece, total_q, len_q,
-                len_k, shift, band, scale_log2,
+                q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides,
+                (zero, zero, zero, len_q), piece, total_q, len_q, len_k, len_k - len_q, band, scale_log2,
                 GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
             )  # fmt: skip
             if WANT_DK:

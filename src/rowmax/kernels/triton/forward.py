@@ -76,6 +76,7 @@ def forward_kernel(
 ):  # fmt: skip
     """`PRESCALE`: scores are scaled before the maximum is taken, as a scale <= 0 requires; otherwise inside the exponential."""
     total_q = len_q
+    total_k = len_k
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
         tl.program_id(0), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, BLOCK_M
     )
@@ -105,6 +106,11 @@ def forward_kernel(
     )  # fmt: skip
     bad = tl.max(tl.ravel((acc != acc).to(tl.int32)), 0)
     o, lse = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
+    # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
+    row, head, b, begin_q, len_q, begin_k, len_k = locate(
+        tl.program_id(0) + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
+    )
+    b = tl.cast(b, tl.int32)
     o_base = head_base(o_ptr, o_strides, b, begin_q, head)
     store_tile(o_base, o, row, o_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV)
     if lse_ptr is not None:
@@ -114,6 +120,8 @@ def forward_kernel(
     if bad > 0:  # perhaps a NaN or infinity of V that not every row sees
         tl.debug_barrier()
         _store_guarded(
-            q_base, k_base, v_base, o_base, q_strides[1], k_strides[1], v_strides[1], o_strides[1], row, last, len_q, len_k,
-            shift, band, scale_log2, DIM, DIM_V, BLOCK_D, BLOCK_DV, PRESCALE,
+            head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
+            head_base(v_ptr, v_strides, b, begin_k, head // GROUP), o_base, q_strides[1], k_strides[1], v_strides[1],
+            o_strides[1], row, tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale_log2,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV, PRESCALE,
         )  # fmt: skip
