@@ -48,10 +48,11 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     grads = tuple(t.new_zeros(t.shape if need else (0,)) for t, need in zip(operands[:3], needs, strict=True))
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
     compute = COMPUTE.get(problem.dtype, problem.dtype)
-    delta = (grad_out.to(compute) * out.to(compute)).sum(-1)  # [B, T, H]
+    scratch = Scratch()
+    do, o = (scratch(name, out.shape, compute).copy_(t) for name, t in (("dk", grad_out), ("dv", out)))
+    delta = do.mul_(o).sum(-1)  # [B, T, H]
     if grad_lse is not None:
         delta -= grad_lse.movedim(-1, -2)
-    scratch = Scratch()
     # A gradient that is not needed is empty, and has no sequences to cut.
     for_q = (grad_out, lse.movedim(-1, -2), delta, *grads[:1][: needs[0]])
     for_k = tuple(grad for grad, need in zip(grads[1:], needs[1:], strict=True) if need)
@@ -153,7 +154,8 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
 def _add_product(acc, weights, rows, scratch: Scratch) -> None:
     """`acc [n, cols, D] += weights^T rows`."""
     part = torch.bmm(weights.mT, rows, out=scratch("part", acc.shape, weights.dtype))
-    acc.add_(part.to(acc.dtype))  # half the time of adding two types
+    # Half the time of adding two types.
+    acc.add_(part if part.dtype == acc.dtype else scratch("part", acc.shape, acc.dtype).copy_(part))
 
 
 def aten(problem, operands, out, lse, grad_out, needs):
