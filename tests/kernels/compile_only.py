@@ -58,7 +58,7 @@ def calls(problem: Problem, device: Device, direction: str):
         return [("forward", launch.forward_call(problem, operands, tiles[0], out, lse))]
     query_tile, *key_tiles = tiles
     found = [
-        ("delta", launch.delta_call(problem, out, out, lse, lse)),
+        ("row", launch.row_call(problem, out, out, lse, lse, lse, lse)),
         ("query", launch.query_call(problem, operands, query_tile, out, lse, lse, q)),
         ("key", launch.key_call(problem, operands, key_tiles[0], out, lse, lse, k, v if len(key_tiles) == 1 else None)),
     ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 import triton
 
-from rowmax.kernels.triton.backward import delta_kernel, key_kernel, query_kernel
+from rowmax.kernels.triton.backward import key_kernel, query_kernel, row_kernel
 from rowmax.kernels.triton.forward import forward_kernel
 from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
@@ -18,7 +18,7 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
-DELTA_ROWS = 64  # rows a program of the delta kernel: bound by memory, any size does
+ROWS = 64  # a program of the row kernel: bound by memory, any size does
 
 
 class Call(NamedTuple):
@@ -74,18 +74,18 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
     )
     if not _has_work(problem):
         return dq, dk, dv
-    delta = torch.empty_like(lse)
-    _launch(device, delta_call(problem, out, grad_out, grad_lse, delta))
+    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    _launch(device, row_call(problem, out, grad_out, lse, grad_lse, lse_log2, delta))
     query_tile, *key_tiles = plan.tiles
     if need_q:
-        _launch(device, query_call(problem, operands, query_tile, grad_out, lse, delta, dq))
+        _launch(device, query_call(problem, operands, query_tile, grad_out, lse_log2, delta, dq))
     if need_k and need_v and len(key_tiles) == 1:
-        _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse, delta, dk, dv))
+        _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse_log2, delta, dk, dv))
     else:
         if need_k:
-            _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse, delta, dk, None))
+            _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse_log2, delta, dk, None))
         if need_v:
-            _launch(device, key_call(problem, operands, key_tiles[-1], grad_out, lse, delta, None, dv))
+            _launch(device, key_call(problem, operands, key_tiles[-1], grad_out, lse_log2, delta, None, dv))
     return dq, dk, dv
 
 
@@ -101,20 +101,20 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
 
-def delta_call(problem: Problem, out, grad_out, grad_lse, delta) -> Call:
-    tiles = -(-problem.len_q // DELTA_ROWS)
-    tensors = (out, grad_out, None if grad_lse is None else grad_lse.contiguous(), delta)
+def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) -> Call:
+    tiles = -(-problem.len_q // ROWS)
+    tensors = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous(), lse_log2, delta)
     numbers = (
         *(_strides(out), _strides(out if grad_out is None else grad_out)),
-        *(problem.heads_q, tiles, problem.len_q, problem.dim_v, DELTA_ROWS, _padded(problem.dim_v)),
+        *(problem.heads_q, tiles, problem.len_q, problem.dim_v, ROWS, _padded(problem.dim_v)),
     )
-    return Call(delta_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, Tile(DELTA_ROWS, 1, 4, 1))
+    return Call(row_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, Tile(ROWS, 1, 4, 1))
 
 
-def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dq) -> Call:
+def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dq) -> Call:
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
-    tensors = (q, k, v, grad_out, dq, lse, delta, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k)
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out, dq)),
         *(problem.scale, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
@@ -123,11 +123,11 @@ def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, 
     return Call(query_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
 
-def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse, delta, dk, dv) -> Call:
+def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dk, dv) -> Call:
     """dK and dV; one of them may be None."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
-    tensors = (q, k, v, grad_out, dk, dv, lse, delta, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k)
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
     numbers = (
         *(_strides(t) for t in (q, k, v, do, dk_like, dv_like)),
@@ -164,8 +164,10 @@ def _padded(dim: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _constants(problem: Problem, tile: Tile) -> tuple[int, ...]:
-    dims = (problem.dim_qk, problem.dim_v)
-    return (problem.group, *dims, tile.block_m, tile.block_n, _padded(problem.dim_qk), _padded(problem.dim_v))
+    block_d = _padded(problem.dim_qk)
+    # ptxas 12.8 miscompiles some Hopper forwards with block_d 64 and more beside block_dv 32 (`test_compile` finds such code).
+    block_dv = max(_padded(problem.dim_v), min(block_d, 64))
+    return (problem.group, problem.dim_qk, problem.dim_v, tile.block_m, tile.block_n, block_d, block_dv)
 
 
 def _launch(device: torch.device, call: Call) -> Any:

@@ -111,6 +111,12 @@ def score_gradient(p, dp, delta):
 
 
 @triton.jit
+def any_nonfinite(x):
+    """1 if x holds a NaN or an infinity, else 0; a block of any shape."""
+    return tl.max(tl.ravel(tl.where(tl.abs(x) < float("inf"), 0, 1)), 0)
+
+
+@triton.jit
 def guarded_dot(a, b, seen, acc):
     """`acc + a b`, where a non-finite element of b reaches exactly the rows that see it (`seen`, the shape of a).
 

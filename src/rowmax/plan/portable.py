@@ -7,6 +7,7 @@ was at hand to time them.
 """
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 from typing import Optional
 
@@ -26,7 +27,7 @@ _HOPPER = {
     128: ("64x64 w4 s3 tma", "128x64 w8 s3 tma", "64x64 w4 s2 tma"),
     # 455 / 465 (with tma 537 / 526, spills); 398 / 409 (128x64 w8 s1: 487 / 490, spills); 388 / 427, spills 56 to 72 bytes
     # outside its loop (32x128 w8 s2, 16 bytes: 353 / 369); 465 / 409. dK and dV in one kernel: 262 / 287.
-    256: ("128x64 w8 s2 tma", "128x32 w8 s2 tma", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
+    256: ("128x64 w8 s2 tma", "128x32 w8 s3", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
 }
 _AMPERE = {
     64: ("128x64 w4 s3", "128x64 w8 s2", "64x128 w8 s2"),
@@ -72,12 +73,18 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     dim = max(problem.dim_qk, problem.dim_v)
     row = next(row for largest, row in table.items() if dim <= largest)
     if direction == "backward":
-        return tuple(map(_parse, row[1:])), why
-    queries = problem.max_len_q if problem.packed and problem.max_len_q is not None else problem.len_q
-    blocks = -(-queries // 128) * problem.heads_q * problem.batch
-    if dim <= 128 and table is not _FP32 and (queries <= 64 or (blocks < device.sms and not problem.packed)):
-        return (_parse(SMALL),), "few queries: smaller tiles waste fewer rows and occupy more multiprocessors"
-    return (_parse(row[0]),), why
+        chosen = tuple(map(_parse, row[1:]))
+    else:
+        queries = problem.max_len_q if problem.packed and problem.max_len_q is not None else problem.len_q
+        blocks = -(-queries // 128) * problem.heads_q * problem.batch
+        small = dim <= 128 and table is not _FP32 and (queries <= 64 or (blocks < device.sms and not problem.packed))
+        chosen = (_parse(SMALL if small else row[0]),)
+        if small:
+            why = "few queries: smaller tiles waste fewer rows and occupy more multiprocessors"
+    if table is _HOPPER and (problem.dim_qk % 16 or problem.dim_v % 16):
+        chosen = tuple(replace(tile, descriptors=True) for tile in chosen)
+        why += "; descriptors, since Triton vectorises loads only of strides that are multiples of 16"
+    return chosen, why
 
 
 def _table(problem: Problem, device: Device):

@@ -4,7 +4,7 @@
     P = exp(scale S - LSE),  dP = dO V^T,  dS = P (dP - delta)
     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 
-Three kernels: `delta_kernel` (a row each), `query_kernel` (dQ: a program owns a Q tile and walks over keys) and `key_kernel`
+Three kernels: `row_kernel` (delta, and the LSE in base 2), `query_kernel` (dQ: a program owns a Q tile and walks over keys) and `key_kernel`
 (dK and dV: a program owns a K/V tile of one KV head and walks over the queries of every head in its group). S and dP are
 computed twice, but no accumulator leaves the chip: no atomics, no fp32 dQ in memory, and the sums are in a fixed order, so
 that repeats are bitwise equal. Launched by `kernels/launch.py`.
@@ -15,18 +15,30 @@ import triton
 import triton.language as tl
 
 from rowmax.kernels.address import group_source, head_base, load_member, load_tile, locate, source, store_tile
-from rowmax.kernels.tile_ops import GUARD, guarded_dot, key_ranges, query_ranges, score_gradient, tile_start, tiles_of, visible
+from rowmax.kernels.tile_ops import (
+    GUARD,
+    any_nonfinite,
+    guarded_dot,
+    key_ranges,
+    query_ranges,
+    score_gradient,
+    tile_start,
+    tiles_of,
+    visible,
+)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def delta_kernel(
+def row_kernel(
     o_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
-    dlse_ptr, delta_ptr,  # fp32 [B, H, T] or [H, T], contiguous; dlse_ptr None: no gradient
+    lse_ptr, dlse_ptr,  # fp32 [B, H, T] or [H, T], contiguous; dlse_ptr None: no gradient
+    lse_log2_ptr, delta_ptr,  # results, as lse
     o_strides, do_strides, heads, tiles, len_q,
     DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """What the other kernels need to know of a row."""
     pid = tl.program_id(0)
     row = pid % tiles * BLOCK_M
     head = pid // tiles % heads
@@ -41,6 +53,11 @@ def delta_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + base + rows, mask=rows < len_q, other=0.0)
     tl.store(delta_ptr + base + rows, delta, mask=rows < len_q)
+    lse_log2 = tl.load(lse_ptr + base + rows, mask=rows < len_q, other=0.0) * LOG2E
+    # Where a unit in the last place is 1/8 and more, rounding could lift a weight over 1, up to infinity: round up instead.
+    lse_log2 = tl.where(tl.abs(lse_log2) > 1048576.0, lse_log2 + tl.abs(lse_log2) * 4.76837158203125e-07, lse_log2)
+    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)  # a row that sees nothing has no weights
+    tl.store(lse_log2_ptr + base + rows, lse_log2, mask=rows < len_q)
 
 
 @triton.jit
@@ -85,7 +102,7 @@ def _store_guarded_dq(
             do = tl.zeros([GUARD, BLOCK_DV], q.dtype)
         else:
             do = load_tile(do_base, piece, do_stride, len_q, DIM_V, GUARD, BLOCK_DV, True)
-        lse_log2 = tl.load(lse_base + rows, mask=rows < len_q, other=float("inf")) * LOG2E
+        lse_log2 = tl.load(lse_base + rows, mask=rows < len_q, other=float("inf"))
         delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
         dq = tl.zeros([GUARD, BLOCK_D], tl.float32)
         dq = _walk_keys(
@@ -98,7 +115,7 @@ def _store_guarded_dq(
 @triton.jit
 def query_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
-    dq_ptr, lse_ptr, delta_ptr,  # dq as q; fp32 [B, H, len_q] or [H, len_q]
+    dq_ptr, lse_ptr, delta_ptr,  # dq as q; of `row_kernel`, the LSE in base 2
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     q_strides, k_strides, v_strides, do_strides, dq_strides,  # (batch, row, head)
     scale, band, batch, heads, tiles, len_q, len_k,
@@ -127,7 +144,7 @@ def query_kernel(
         do = load_tile(do_base, row, do_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV, True)
     rows = row + tl.arange(0, BLOCK_M)
     base = (b.to(tl.int64) * heads + head) * total_q + begin_q
-    lse_log2 = tl.load(lse_ptr + base + rows, mask=rows < len_q, other=float("inf")) * LOG2E
+    lse_log2 = tl.load(lse_ptr + base + rows, mask=rows < len_q, other=float("inf"))
     delta = tl.load(delta_ptr + base + rows, mask=rows < len_q, other=0.0)
     k_source = source(k_base, k_strides[1], len_k, DIM, BLOCK_N, BLOCK_D, DESCRIPTORS)
     v_source = source(v_base, v_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV, DESCRIPTORS)
@@ -143,7 +160,7 @@ def query_kernel(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
         DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
     )  # fmt: skip
-    bad = tl.max(tl.ravel((dq != dq).to(tl.int32)), 0)
+    bad = any_nonfinite(dq)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
         tl.program_id(0) + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
@@ -193,9 +210,9 @@ def _walk_queries(
         q = load_member(q_source, member, row, q_strides, len_q, DIM, BLOCK_M, BLOCK_D, MASKED)  # [BLOCK_M, BLOCK_D]
         s = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
         if MASKED:  # a row past the end: LSE inf, so that P = 0
-            lse_log2 = tl.load(lse_base + row_base + rows, mask=rows < len_q, other=float("inf")) * LOG2E
+            lse_log2 = tl.load(lse_base + row_base + rows, mask=rows < len_q, other=float("inf"))
         else:
-            lse_log2 = tl.load(lse_base + row_base + rows) * LOG2E
+            lse_log2 = tl.load(lse_base + row_base + rows)
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         if MASKED:
             cols = col + tl.arange(0, BLOCK_N)
@@ -228,10 +245,10 @@ def _walk_queries(
     return dk, dv, zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["len_k"])  # for keys and queries of one token ptxas 12.8 crashes
 def key_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
-    dk_ptr, dv_ptr, lse_ptr, delta_ptr,  # dk as k, dv as v; fp32 [B, H, len_q] or [H, len_q]
+    dk_ptr, dv_ptr, lse_ptr, delta_ptr,  # dk as k, dv as v; of `row_kernel`, the LSE in base 2
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,  # (batch, row, head)
     scale, band, batch, heads, tiles, len_q, len_k,
@@ -290,9 +307,9 @@ def key_kernel(
     )  # fmt: skip
     bad = 0
     if WANT_DK:
-        bad += tl.max(tl.ravel((dk != dk).to(tl.int32)), 0)
+        bad += any_nonfinite(dk)
     if WANT_DV:
-        bad += tl.max(tl.ravel((dv != dv).to(tl.int32)), 0)
+        bad += any_nonfinite(dv)
     # And once more (bad is at most 2).
     col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
         tl.program_id(0) + (bad >> 8), cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, tiles, total_k, total_q, BLOCK_N

@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 
 from rowmax.kernels.address import head_base, load_tile, locate, source, store_tile
-from rowmax.kernels.tile_ops import GUARD, finish, guarded_dot, key_ranges, online_step, tile_start, tiles_of, visible
+from rowmax.kernels.tile_ops import (
+    GUARD,
+    any_nonfinite,
+    finish,
+    guarded_dot,
+    key_ranges,
+    online_step,
+    tile_start,
+    tiles_of,
+    visible,
+)
 
 
 @triton.jit
@@ -44,10 +54,11 @@ def _walk(
 
 @triton.jit
 def _store_guarded(
-    q_base, k_base, v_base, o_base, q_stride, k_stride, v_stride, o_stride, row, last, len_q, len_k, shift, band, scale_log2,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr,
+    q_base, k_base, v_base, o_base, lse_base, q_stride, k_stride, v_stride, o_stride, row, last, len_q, len_k, shift, band,
+    scale_log2,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Rows `[row, last]` of O once more, with `guarded_dot`, in pieces so small that they cost the kernel no registers."""
+    """Rows `[row, last]` once more, with `guarded_dot` and scaled scores, in pieces too small to cost the kernel registers."""
     zero = len_k * 0
     for piece in range(row, last + 1, GUARD):
         q = load_tile(q_base, piece, q_stride, len_q, DIM, GUARD, BLOCK_D, True)
@@ -56,10 +67,13 @@ def _store_guarded(
         acc = tl.zeros([GUARD, BLOCK_DV], tl.float32)
         acc, m, l = _walk(
             acc, m, l, q, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift, band, scale_log2,
-            DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, PRESCALE, True, True, 1,
+            DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1,
         )  # fmt: skip
-        o, _ = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
+        o, lse = finish(acc, m, l, 1.0)
         store_tile(o_base, o, piece, o_stride, len_q, DIM_V, GUARD, BLOCK_DV)
+        if lse_base is not None:
+            rows = piece + tl.arange(0, GUARD)
+            tl.store(lse_base + rows, lse, mask=rows < len_q)
 
 
 @triton.jit
@@ -104,7 +118,8 @@ def forward_kernel(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
         DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
     )  # fmt: skip
-    bad = tl.max(tl.ravel((acc != acc).to(tl.int32)), 0)
+    # A maximum beyond 2^30 may differ from its own rounded product with the scale by more than the exponential can bridge.
+    bad = any_nonfinite(acc) | any_nonfinite(tl.where((l == 0.0) & (m > float("-inf")), float("inf"), l))
     o, lse = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
@@ -113,7 +128,9 @@ def forward_kernel(
     b = tl.cast(b, tl.int32)
     o_base = head_base(o_ptr, o_strides, b, begin_q, head)
     store_tile(o_base, o, row, o_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV)
-    if lse_ptr is not None:
+    if lse_ptr is None:
+        lse_base = None
+    else:
         rows = row + tl.arange(0, BLOCK_M)
         lse_base = lse_ptr + (b.to(tl.int64) * heads + head) * total_q + begin_q
         tl.store(lse_base + rows, lse, mask=rows < len_q)
@@ -121,7 +138,7 @@ def forward_kernel(
         tl.debug_barrier()
         _store_guarded(
             head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
-            head_base(v_ptr, v_strides, b, begin_k, head // GROUP), o_base, q_strides[1], k_strides[1], v_strides[1],
+            head_base(v_ptr, v_strides, b, begin_k, head // GROUP), o_base, lse_base, q_strides[1], k_strides[1], v_strides[1],
             o_strides[1], row, tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale_log2,
-            DIM, DIM_V, BLOCK_D, BLOCK_DV, PRESCALE,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
