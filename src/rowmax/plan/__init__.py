@@ -10,14 +10,15 @@ from typing import Any, Literal, Optional
 
 from rowmax.device import Device
 from rowmax.errors import Unsupported
-from rowmax.plan import cpu, portable
+from rowmax.plan import cpu, hopper, portable
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 Direction = Literal["forward", "backward"]
 
 # Name -> the module that decides for it, in order of preference.
-CANDIDATES: dict[str, Any] = {"aten": cpu.ATEN, "tiled": cpu.TILED, "q_outer": portable}
+CANDIDATES: dict[str, Any] = {"aten": cpu.ATEN, "tiled": cpu.TILED, "hopper": hopper, "q_outer": portable}
+BACKWARD_OF = {"hopper": "q_outer"}  # a forward that was asked for by name -> whose backward runs
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class Plan:
         match = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text.strip())
         if match is None:
             raise ValueError(f"'{text}' is no plan; an example: 'q_outer[128x128 w8 s2]'")
-        return cls(match[1], tuple(Tile.parse(part) for part in match[2].split(",")) if match[2] else ())
+        first, *others = match[2].split(",") if match[2] else ("",)
+        parse = hopper.HopperTile.parse if match[1] == "hopper" else Tile.parse
+        return cls(match[1], (parse(first), *map(Tile.parse, others)) if first else ())
 
 
 @lru_cache(maxsize=4096)
@@ -62,11 +65,15 @@ def plan(problem: Problem, device: Device, *, direction: Direction = "forward", 
     wanted: Optional[Plan] = Plan.parse(prefer) if prefer else None
     if wanted and wanted.algorithm not in CANDIDATES:
         raise Unsupported(f"no algorithm '{wanted.algorithm}'; known are {', '.join(CANDIDATES)}")
+    if wanted and direction == "backward":
+        wanted = replace(wanted, algorithm=BACKWARD_OF.get(wanted.algorithm, wanted.algorithm))
     refusals = {}
     for name, candidate in CANDIDATES.items():
         reason = candidate.refuses(problem, device, direction)
         if wanted and not reason and name != wanted.algorithm:
             reason = f"{wanted.algorithm} was asked for"
+        if not reason and name == "hopper":
+            reason = hopper.UNMEASURED if not wanted else "" if aligned else hopper.UNALIGNED
         if reason:
             refusals[name] = reason
             continue

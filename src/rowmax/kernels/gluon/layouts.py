@@ -1,0 +1,50 @@
+"""Every layout of the Hopper kernels, by what it holds. A consumer is one warpgroup of 4 warps with 64 rows."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def score_layout(BLOCK_N):
+    """S and P in fp32, as QK^T leaves them: a row lies in the four threads of a quad, two neighbours of every eight in each."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+
+
+@gluon.constexpr_function
+def out_layout(BLOCK_DV):
+    """The accumulator. Rows lie in the same threads as those of S: converting a column vector moves nothing."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
+
+
+@gluon.constexpr_function
+def weight_layout(BLOCK_DV):
+    """P in 16 bits as the first factor of PV, from registers: the conversion from `score_layout` moves nothing."""
+    return gl.DotOperandLayout(operand_index=0, parent=out_layout(BLOCK_DV), k_width=2)
+
+
+@gluon.constexpr_function
+def row_layout(layout):
+    return gl.SliceLayout(1, layout)
+
+
+@gluon.constexpr_function
+def column_layout(layout):
+    return gl.SliceLayout(0, layout)
+
+
+@gluon.constexpr_function
+def number_layout(warps):
+    """One number, in every thread."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
+def slot_layout():
+    """A ring of single numbers in shared memory."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.constexpr_function
+def tile_layout(rows, columns, dtype):
+    """`[1, rows, 1, columns]` of a tensor `[B, T, H, D]` in shared memory, as TMA writes it and the tensor cores read it."""
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtype)

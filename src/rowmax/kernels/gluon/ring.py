@@ -1,0 +1,113 @@
+"""Who waits for whom: rings of buffers between the producer warp and the consumers. Barriers live only here.
+
+A ring of STAGES buffers has for each a barrier "full" (its bytes have arrived) and a barrier "empty" (every reader is done).
+`turn` counts uses of the ring from 0: use `turn` takes buffer `turn % STAGES` and is the `turn // STAGES`-th round of its
+barriers, whose parity is the phase to wait for. A fresh barrier counts as having finished the round before the first, so that
+the producer's first waits for "empty" return at once.
+
+A ring of Q has one buffer for each consumer and stage: MEMBER of MEMBERS.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from rowmax.kernels.gluon.layouts import number_layout, slot_layout
+from rowmax.kernels.gluon.names import named_barrier, tma_load
+
+FIRST_NAME = gl.constexpr(8)  # of the hardware's named barriers: lower ones are Triton's
+
+
+@gluon.jit
+def open_ring(BUFFERS: gl.constexpr, READERS: gl.constexpr):
+    """`(full, empty)`; `READERS` consumers read each buffer."""
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def buffer_of(turn, STAGES: gl.constexpr, MEMBER: gl.constexpr = 0, MEMBERS: gl.constexpr = 1):
+    return turn % STAGES * MEMBERS + MEMBER
+
+
+@gluon.jit
+def phase_of(turn, STAGES: gl.constexpr):
+    return turn // STAGES & 1
+
+
+@gluon.jit
+def fill(
+    ring, buffers, source, b, row, head, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr = 0, MEMBERS: gl.constexpr = 1
+):  # fmt: skip
+    """Producer: when the buffer is empty, load rows from `row` on of one head into it."""
+    full, empty = ring
+    i = buffer_of(turn, STAGES, MEMBER, MEMBERS)
+    mbarrier.wait(empty.index(i), phase_of(turn, STAGES) ^ 1)
+    mbarrier.expect(full.index(i), source.block_type.nbytes)
+    tma_load(source, [b, row, head, 0], full.index(i), buffers.index(i))
+
+
+@gluon.jit
+def wait_full(ring, turn, STAGES: gl.constexpr, wanted=True, MEMBER: gl.constexpr = 0, MEMBERS: gl.constexpr = 1):
+    full, _ = ring
+    mbarrier.wait(full.index(buffer_of(turn, STAGES, MEMBER, MEMBERS)), phase_of(turn, STAGES), pred=wanted)
+
+
+@gluon.jit
+def release(ring, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr = 0, MEMBERS: gl.constexpr = 1):
+    """Consumer: this reader is done with the buffer."""
+    _, empty = ring
+    mbarrier.arrive(empty.index(buffer_of(turn, STAGES, MEMBER, MEMBERS)), count=1)
+
+
+# ---- numbers of tiles, when tiles are handed out at run time ---------------------------------------------------------
+
+
+@gluon.jit
+def open_slots(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """`(slots, ring)` for single numbers."""
+    return gl.allocate_shared_memory(gl.int32, [STAGES, 1], slot_layout()), open_ring(STAGES, READERS)
+
+
+@gluon.jit
+def publish(slots, number, turn, STAGES: gl.constexpr):
+    """Producer: tell every consumer a number."""
+    numbers, ring = slots
+    full, empty = ring
+    i = buffer_of(turn, STAGES)
+    mbarrier.wait(empty.index(i), phase_of(turn, STAGES) ^ 1)
+    numbers.index(i).store(gl.full([1], 0, gl.int32, number_layout(gl.num_warps())) + number)
+    mbarrier.arrive(full.index(i), count=1)
+
+
+@gluon.jit
+def receive(slots, turn, STAGES: gl.constexpr):
+    numbers, ring = slots
+    wait_full(ring, turn, STAGES)
+    number = gl.max(numbers.index(buffer_of(turn, STAGES)).load(number_layout(gl.num_warps())), 0)
+    release(ring, turn, STAGES)
+    return number
+
+
+# ---- ping-pong: consumers issue their products in turn -----------------------------------------------------------------
+
+
+@gluon.jit
+def begin_turns(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The last consumer gives the first turn to the first one."""
+    if CONSUMER == CONSUMERS - 1:
+        named_barrier("bar.arrive", FIRST_NAME, 256)
+
+
+@gluon.jit
+def take_turn(CONSUMER: gl.constexpr):
+    named_barrier("bar.sync", FIRST_NAME + CONSUMER, 256)
+
+
+@gluon.jit
+def give_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    named_barrier("bar.arrive", FIRST_NAME + (CONSUMER + 1) % CONSUMERS, 256)

@@ -1,0 +1,120 @@
+"""`hopper`, the forward for NVIDIA Hopper in Gluon: warps that fetch and warps that compute (`kernels/gluon/forward.py`).
+
+Figures in the table are of the kernel's prototype on an H200 (2026-11-29, triton 3.6.0, bf16, full / causal at 16k tokens,
+TFLOP/s); the kernel itself has not been measured, so that the plan takes it only when it is asked for by name.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from typing import Optional
+
+import torch
+
+from rowmax.device import Device
+from rowmax.mask import Band
+from rowmax.plan.tile import Tile
+from rowmax.problem import Problem
+
+ROWS = 64  # of a consumer
+SCHEDULES = ("grid", "static", "dynamic")
+UNMEASURED = "not measured yet: ask for it with plan='hopper'"
+UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
+
+
+@dataclass(frozen=True)
+class HopperTile(Tile):
+    """A `Tile` whose rows are shared out to consumers of 64 rows each.
+
+    Attributes:
+        stages: K/V tiles in flight.
+        q_stages: Q tiles in flight; with 2 the next one is fetched while this one is computed.
+        pingpong: consumers issue their products in turn.
+        schedule: "grid", one block a tile; "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
+        group_mb: heads are computed in groups whose K/V take this much of the L2 cache; 0: one head after another.
+    """
+
+    q_stages: int = 1
+    pingpong: bool = False
+    schedule: str = "grid"
+    group_mb: int = 0
+
+    @property
+    def consumers(self) -> int:
+        return self.block_m // ROWS
+
+    def registers(self, packed: bool) -> tuple[int, int]:
+        """Of a thread of a consumer and of the producer, whose warp counts as four; together at most 65,536 in a block."""
+        if self.consumers == 3:
+            return 160, 32
+        return (232, 40) if packed else (240, 24)  # the producer of packed sequences spills with 24
+
+    def __str__(self) -> str:
+        words = [f"{self.block_m}x{self.block_n}", f"s{self.stages}", f"q{self.q_stages}", *["pingpong"] * self.pingpong]
+        return " ".join([*words, self.schedule, *[f"g{self.group_mb}"] * (self.group_mb > 0)])
+
+    @classmethod
+    def parse(cls, text: str) -> "HopperTile":
+        """The inverse of `str`: `128x128 s2 q1 pingpong static g32`."""
+        size, *words = text.split()
+        block_m, block_n = map(int, size.split("x"))
+        number = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[sqg]\d+", word)}
+        schedule = next((word for word in words if word in SCHEDULES), "grid")
+        unknown = [word for word in words if not re.fullmatch(r"[sqg]\d+", word) and word not in ("pingpong", *SCHEDULES)]
+        if unknown or block_m not in (64, 128, 192) or block_n < 16 or block_n & (block_n - 1):
+            raise ValueError(
+                f"'{text}' is no tile of this kernel; an example: '128x128 s2 q1 pingpong static g32': 64, 128 or 192 rows, "
+                f"a power of two of columns, and of {', '.join(SCHEDULES)} one"
+            )
+        stages, q_stages, group_mb = number.get("s", 2), number.get("q", 1), number.get("g", 0)
+        return cls(block_m, block_n, 4, stages, False, q_stages, "pingpong" in words, schedule, group_mb)
+
+
+# Largest padded head dimension -> tile for a full mask or a window, and for a causal one.
+_TABLE = {
+    # 513 / 510 (2 x 64 rows, 4 stages: 442; 3 x 64 rows, BN 64: 452)
+    64: ("192x128 s2 q2 pingpong static", "192x128 s2 q2 pingpong dynamic g8"),
+    # 645 / 630 with one block a tile (static 573); 3 x 64 rows, BN 64: 595 / 548
+    128: ("128x128 s2 q1 pingpong static", "128x128 s2 q1 pingpong grid g8"),
+    # 688 / 647 with one block a tile (static 590)
+    256: ("128x64 s2 q1 static", "128x64 s2 q1 grid g64"),
+}
+
+
+@lru_cache(maxsize=1)
+def _triton() -> str:
+    """Its version, without importing it; "" if it is not installed."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
+    if device.kind != "cuda":
+        return f"runs on a GPU; the tensors are on {device.kind}"
+    if device.capability != (9, 0):
+        return f"needs compute capability 9.0; {device.name} has {device.capability[0]}.{device.capability[1]}"
+    if direction != "forward":
+        return "has a forward only"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, not {problem.dtype_name}"
+    if problem.dim_qk % 8 or problem.dim_v % 8:
+        return f"TMA takes rows that are multiples of 16 bytes; dims {problem.dim_qk} and {problem.dim_v} are not"
+    version = _triton()
+    if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
+        return f"needs Triton 3.6 or newer with Gluon; here is {version}"
+    return None
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    """Head dimensions in shared memory, zero-filled: powers of two, and O fits where Q was."""
+    block_d, block_dv = (max(64, 1 << (dim - 1).bit_length()) for dim in (problem.dim_qk, problem.dim_v))
+    return max(block_d, block_dv), block_dv
+
+
+def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
+    row = _TABLE[padded_dims(problem)[0]]
+    causal = problem.band == Band(None, 0)
+    return (HopperTile.parse(row[causal]),), "the fastest of the kernel's prototype on an H200 at 16k tokens"
