@@ -67,6 +67,31 @@ def calls(problem: Problem, device: Device, direction: str):
     return found
 
 
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", re.MULTILINE)
+
+
+def unwritten(listing: str) -> list[str]:
+    """Instructions of a disassembly that read a uniform register which none before them, from the top, writes.
+
+    ptxas 12.8 emits such code for some kernels: a tensor core then reads its operand at a random address in shared memory.
+    """
+    written, found = set(), []
+    for name, operands in INSTRUCTION.findall(listing):
+        target, *sources = (operand.strip() for operand in operands.split(","))
+        writes = re.fullmatch(r"UR(\d+)", target)
+        for source in sources if writes else [target, *sources]:
+            for register in map(int, re.findall(r"\bUR(\d+)", source)):
+                # HGMMA takes four for its descriptors: of A, unused where A is in registers, then of B.
+                read = {register + 2, register + 3} if name.startswith("HGMMA") else {register}
+                if not read <= written:
+                    found.append(f"{name} {operands}")
+                    written |= read
+        if writes:
+            register = int(writes[1])
+            written |= {register, register + 1} if ".64" in name or "WIDE" in name else {register}
+    return found
+
+
 def facts(name: str, call, device: Device) -> dict:
     built, target, options = source(call, device.capability)
     compiled = triton.compile(built, target=target, options=options)
@@ -85,6 +110,7 @@ def facts(name: str, call, device: Device) -> dict:
         "stack": stack,
         "local": local,
         "shared": compiled.metadata.shared,
+        "unwritten": unwritten(listing),
         **{word: counts[word] for word in INSTRUCTIONS},
     }
 

@@ -18,7 +18,7 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
-ROWS = 64  # a program of the row kernel: bound by memory, any size does
+ROW_ELEMENTS = 4096  # of the output, for a program of the row kernel: bound by memory, any size without spills does
 
 
 class Call(NamedTuple):
@@ -102,13 +102,14 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
 
 
 def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) -> Call:
-    tiles = -(-problem.len_q // ROWS)
+    rows = min(64, ROW_ELEMENTS // _padded(problem.dim_v))
+    tiles = -(-problem.len_q // rows)
     tensors = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous(), lse_log2, delta)
     numbers = (
         *(_strides(out), _strides(out if grad_out is None else grad_out)),
-        *(problem.heads_q, tiles, problem.len_q, problem.dim_v, ROWS, _padded(problem.dim_v)),
+        *(problem.heads_q, tiles, problem.len_q, problem.dim_v, rows, _padded(problem.dim_v)),
     )
-    return Call(row_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, Tile(ROWS, 1, 4, 1))
+    return Call(row_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, Tile(rows, 1, 4, 1))
 
 
 def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dq) -> Call:

@@ -1,9 +1,9 @@
 """`q_outer`, the portable Triton kernels (FlashAttention-2): any GPU that Triton compiles for.
 
-The tile tables. Hopper's rows were chosen by speed on an H200 (2026-11-29, triton 3.6.0, b1 h16 q16384 k16384 d128 and b1 h32
-d64, b1 h8 d256, bf16, full / causal; TFLOP/s of the products that the kernel itself does) among tiles that compile without
-spills. Rows of other chips are the largest of a list that compile without spills within the chip's shared memory: no such chip
-was at hand to time them.
+The tile tables. Hopper's rows were chosen by speed on an H200 among tiles that compile without spills (2026-11-29, triton
+3.6.0, bf16, b1 q16384 k16384 with h32 d64, h16 d128, h8 d256). Their comments give TFLOP/s of the whole pass, full / causal,
+from one run in `benchmarks/results/tiles/`. Rows of other chips are the largest of a list that compile without spills within
+the chip's shared memory: no such chip was at hand to time them.
 """
 
 import os
@@ -21,12 +21,13 @@ _parse = Tile.parse
 
 # Largest head dimension -> (forward, dQ, dK/dV) or (forward, dQ, dK, dV).
 _HOPPER = {
-    # 431 / 411 (128x128 w4 s3 tma: 442 / 415, spills 8 bytes); 624 / 572 (128x64 w4 s3 tma: 623 / 600, spills 8 bytes)
+    # Forward 431 / 411 (128x128 w4 s3 tma: 442 / 415, spills 8 bytes if causal; w8 355 / 356). Backward 357 / 345
+    # (dK/dV 32x128 w4 s3: 350 / 328; 128x128 w8 s2 tma: 351 / 335).
     64: ("128x64 w4 s4 tma", "64x64 w4 s3 tma", "64x64 w4 s3 tma"),
-    # 511 / 504 (without tma 480 / 488); 644 / 645 (64x64 w4 s2 tma 619 / 581); 573 / 542 (64x128 w8 s3 tma 571 / 491)
+    # 504 / 515 (128x128 w8 s3 tma: 469 / 484). 426 / 414 (dQ 128x128 w8 s2 tma: 399 / 385; dK/dV 64x128 w8 s3 tma: 395 / 370).
     128: ("64x64 w4 s3 tma", "128x64 w8 s3 tma", "64x64 w4 s2 tma"),
-    # 455 / 465 (with tma 537 / 526, spills); 398 / 409 (128x64 w8 s1: 487 / 490, spills); 388 / 427, spills 56 to 72 bytes
-    # outside its loop (32x128 w8 s2, 16 bytes: 353 / 369); 465 / 409. dK and dV in one kernel: 262 / 287.
+    # 528 / 511 (without tma 438 / 446; 128x32 w8 s3 tma 450 / 444). 296 / 290 (dQ 128x32 w8 s2 tma: 272 / 272; w8 s2:
+    # 262 / 262, with it dK 32x128 w8 s2 tma: 250 / 247, dV 64x128 w8 s2 tma: 259 / 269). dK and dV in one kernel spill.
     256: ("128x64 w8 s2 tma", "128x32 w8 s3", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
 }
 _AMPERE = {

@@ -61,7 +61,7 @@ def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
 
 def spans(problem: Problem, operands: Operands) -> list[tuple[tuple, range, range]]:
     """`(batch index or nothing, query rows, key rows)` of each sequence or of a sample; then packed rows of none."""
-    chosen = range(problem.batch)
+    chosen = list(range(problem.batch))
     if problem.batch > SAMPLED_SEQUENCES:
         chosen = [i * (problem.batch - 1) // (SAMPLED_SEQUENCES - 1) for i in range(SAMPLED_SEQUENCES)]
     if not problem.packed:

@@ -4,10 +4,10 @@
     P = exp(scale S - LSE),  dP = dO V^T,  dS = P (dP - delta)
     dV = P^T dO,  dK = scale dS^T Q,  dQ = scale dS K
 
-Three kernels: `row_kernel` (delta, and the LSE in base 2), `query_kernel` (dQ: a program owns a Q tile and walks over keys) and `key_kernel`
-(dK and dV: a program owns a K/V tile of one KV head and walks over the queries of every head in its group). S and dP are
-computed twice, but no accumulator leaves the chip: no atomics, no fp32 dQ in memory, and the sums are in a fixed order, so
-that repeats are bitwise equal. Launched by `kernels/launch.py`.
+Three kernels: `row_kernel` (delta, and the LSE in base 2), `query_kernel` (dQ: a program owns a Q tile and walks over keys) and
+`key_kernel` (dK and dV: a program owns a K/V tile of one KV head and walks over the queries of every head in its group). S and
+dP are computed twice, but no accumulator leaves the chip: no atomics, no fp32 dQ in memory, and the sums are in a fixed order,
+so that repeats are bitwise equal. Launched by `kernels/launch.py`.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2; the LSE's gradient enters through delta.
 """
 
