@@ -12,13 +12,18 @@ import triton
 
 from rowmax.kernels.triton.backward import key_kernel, query_kernel, row_kernel
 from rowmax.kernels.triton.forward import forward_kernel
+from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
+from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
+from rowmax.plan.hopper import HopperTile, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
 ROW_ELEMENTS = 4096  # of the output, for a program of the row kernel: bound by memory, any size without spills does
+GUARDED_ROWS = 128  # a program of the guard kernel, which looks at one byte a row
+SMS = 132  # of an H100 or H200, where no device is at hand to ask
 
 
 class Call(NamedTuple):
@@ -26,7 +31,7 @@ class Call(NamedTuple):
 
     kernel: Any
     programs: int
-    tensors: tuple[Optional[torch.Tensor], ...]
+    tensors: tuple[Any, ...]  # for a Gluon kernel also descriptors
     numbers: tuple
     tile: Tile
 
@@ -52,7 +57,11 @@ class Forward:
         if not self._has_work:
             return out, lse
         device = q.device
-        if self._build is not None and device.index == torch.cuda.current_device():
+        if isinstance(self._tile, HopperTile):
+            operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+            for call in hopper_calls(self._problem, operands, self._tile, out, lse):
+                _launch(device, call)
+        elif self._build is not None and device.index == torch.cuda.current_device():
             tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
             _run(self._build, self._tile, *[t if t is None else t.data_ptr() for t in tensors], *self._numbers)
         else:
@@ -99,6 +108,70 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
         *(*_constants(problem, tile), problem.scale <= 0, tile.stages, tile.descriptors),
     )
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
+
+
+def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, lse) -> tuple[Call, Call]:
+    """The Hopper forward, and the kernel that computes suspect rows once more."""
+    from rowmax.kernels.gluon.forward import Build
+    from rowmax.kernels.gluon.forward import forward_kernel as hopper_kernel
+    from rowmax.kernels.gluon.guard import guard_kernel
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    block_d, block_dv = padded_dims(problem)
+    suspect = q.new_empty(problem.outputs()[1], dtype=torch.int8)
+    counter = q.new_zeros(1, dtype=torch.int32) if tile.schedule == "dynamic" else None
+    sources = (
+        *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(k, tile.block_n, block_d)),
+        *(_descriptor(v, tile.block_n, block_dv), _descriptor(out, CONSUMER_ROWS, block_dv)),
+    )
+    tiles = _row_tiles(problem, problem.len_q, tile.block_m)
+    total = _programs(problem, tiles, problem.heads_q)
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
+    build = Build(
+        *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_dv),
+        *(problem.band != Band(), problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong),
+        *(tile.schedule, *tile.registers(problem.packed)),
+    )
+    numbers: tuple = (
+        *(problem.scale * LOG2E, problem.band, problem.batch, problem.heads_q, tiles, _heads_together(problem, tile), total),
+        *(problem.len_q, problem.len_k, build),
+    )
+    tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k)
+    forward = Call(hopper_kernel, total if tile.schedule == "grid" else min(sms, total), tensors, numbers, tile)
+
+    tiles = _row_tiles(problem, problem.len_q, GUARDED_ROWS)
+    numbers = (
+        *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
+        *(problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, GUARDED_ROWS),
+    )
+    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k)
+    programs = _programs(problem, tiles, problem.heads_q)
+    return forward, Call(guard_kernel, programs, tensors, numbers, Tile(GUARDED_ROWS, 1, 4, 1))
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
+    """TMA's view of `[B, T, H, D]` (B = 1 if packed): boxes of one head, zero-filled past every end."""
+    from triton.experimental.gluon.language import bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from rowmax.kernels.gluon.layouts import tile_layout
+
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if tensor.dim() == 3:
+        shape, strides = (1, *shape), (tensor.shape[0] * strides[0], *strides)
+    layout = tile_layout(rows, columns, bfloat16 if tensor.dtype == torch.bfloat16 else float16)
+    return TensorDescriptor(tensor, shape, strides, [1, rows, 1, columns], layout)
+
+
+def _heads_together(problem: Problem, tile: HopperTile) -> int:
+    """Query heads whose K/V take `group_mb` of L2 together; at least those that share a KV head."""
+    keys = problem.len_k
+    if problem.packed:
+        keys = problem.max_len_k or -(-problem.len_k // max(problem.batch, 1))
+    head_bytes = max(keys, 1) * (problem.dim_qk + problem.dim_v) * 2
+    heads = max((tile.group_mb << 20) // head_bytes, 1) * problem.group
+    return min(heads, problem.heads_q * (1 if problem.packed else problem.batch))
 
 
 def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) -> Call:
@@ -186,11 +259,11 @@ _builds: dict = {}
 
 def _launch_here(device: torch.device, call: Call) -> Any:
     kernel, programs, tensors, numbers, tile = call
-    kinds = [t if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
+    kinds = [_kind(t) for t in tensors]
     key = (kernel.fn, device.index, programs, tile.warps, numbers, *kinds)
     build = _builds.get(key)
     if build is not None:
-        _run(build, tile, *[t if t is None else t.data_ptr() for t in tensors], *numbers)
+        _run(build, tile, *[t.data_ptr() if isinstance(t, torch.Tensor) else t for t in tensors], *numbers)
         return build
     compiled = _run(kernel[(programs,)], tile, *tensors, *numbers, num_warps=tile.warps, num_stages=tile.stages)
     if compiled is None:  # the interpreter
@@ -199,6 +272,15 @@ def _launch_here(device: torch.device, call: Call) -> Any:
         _builds.clear()
     _builds[key] = build = compiled[(programs, 1, 1)]
     return build
+
+
+def _kind(argument: Any) -> Any:
+    """What a build depends on of a tensor, a descriptor (whose strides are run-time numbers) or None."""
+    if argument is None:
+        return None
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    return argument.base.dtype, tuple(argument.block_shape)
 
 
 def _run(launch, tile: Tile, *arguments, **options) -> Any:
