@@ -1,0 +1,456 @@
+"""A Hopper kernel in Gluon, run on the CPU as Python: barriers and arithmetic, without a GPU.
+
+The source of the kernel and of its helpers is executed with a small model of Gluon. Each partition of a block is a thread, of
+which one runs at a time; at every wait, arrival, load and product the next one is drawn from those that can go on, by a
+seeded generator, so that a run can be repeated exactly, and a deadlock is found when nobody can go on. Some partitions are
+drawn far more often than others, which lag behind as far as the barriers let them. Modelled are:
+
+* mbarriers with phases, arrivals and bytes; more arrivals than a phase expects are an error, and so are loads nobody awaits.
+* TMA loads: the buffer holds NaN from the issue on, and the rows at some later moment. Stores: read at the latest moment,
+  `store_wait`; a store of what was written without a fence is an error.
+* asynchronous products: computed when they are issued or, `late`, only when they are awaited; no use of them before.
+* named barriers, and memory through pointers, where an access outside is an error.
+
+Layouts, registers and the order of memory between threads are not.
+"""
+
+import ast
+import importlib
+import inspect
+import random
+import threading
+import types
+from typing import Any, Optional
+
+import torch
+
+from rowmax.kernels import address, launch, tile_ops
+from rowmax.plan.hopper import HopperTile
+from rowmax.problem import Operands, Problem
+
+WARPGROUP = 128  # threads that arrive at a named barrier for one partition
+
+
+class Wrong(Exception):
+    """What the hardware would leave undefined, or hang on."""
+
+
+class _Stop(Exception):
+    """Another partition failed."""
+
+
+class Machine:
+    """The partitions of one block."""
+
+    def __init__(self, seed: int, late: bool):
+        self.random, self.late = random.Random(seed), late
+        self.condition = threading.Condition()
+        self.ready: dict = {}  # partition -> (may it go on?, what it waits for)
+        self.current: Optional[int] = None
+        self.loads: list = []  # on their way
+        self.stores: list = []
+        self.unfenced: set = set()
+        self.named: dict = {}
+        self.failure: Optional[BaseException] = None
+        self.local = threading.local()
+
+    def run(self, partitions) -> None:
+        self.ready = {i: ((lambda: True), "start") for i in range(len(partitions))}
+        self.eagerness = [30.0**i for i in range(len(partitions))]  # the producer is the last one
+        if not self.late:
+            self.random.shuffle(self.eagerness)
+        threads = [threading.Thread(target=self._body, args=pair, daemon=True) for pair in enumerate(partitions)]
+        for thread in threads:
+            thread.start()
+        with self.condition:
+            self._hand_on()
+        for thread in threads:
+            thread.join()
+        if self.failure is None and self.loads:
+            self.failure = Wrong(f"{len(self.loads)} loads that nobody awaited")
+        if self.failure is not None:
+            raise self.failure
+
+    def _body(self, index: int, function) -> None:
+        self.local.index, self.local.products = index, []
+        try:
+            with self.condition:
+                self._await(index)
+            function()
+            if self.local.products:
+                raise Wrong("a product that nobody awaited")
+        except _Stop:
+            pass
+        except BaseException as error:
+            self.failure = self.failure or error
+        with self.condition:
+            del self.ready[index]
+            self._hand_on()
+
+    def pause(self, ready=lambda: True, what: str = "") -> None:
+        """Let others go on; come back when `ready()`."""
+        with self.condition:
+            self.ready[self.local.index] = (ready, what)
+            self._hand_on()
+            self._await(self.local.index)
+
+    def _await(self, index: int) -> None:
+        while self.current != index and self.failure is None:
+            self.condition.wait()
+        if self.failure is not None:
+            raise _Stop
+
+    def _hand_on(self) -> None:
+        self.current = self._next() if self.failure is None else None
+        self.condition.notify_all()
+
+    def _next(self) -> Optional[int]:
+        while True:
+            able = [index for index, (ready, _) in self.ready.items() if ready()]
+            if self.loads and (not able or (not self.late and self.random.random() < 0.5)):
+                self.loads.pop(self.random.randrange(len(self.loads)))()
+            elif able:
+                return self.random.choices(able, [self.eagerness[index] for index in able])[0]
+            else:
+                if self.ready:
+                    self.failure = Wrong(f"deadlock: {[what for _, what in self.ready.values()]}")
+                return None
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.count, self.pending, self.bytes, self.phase = machine, 0, 0, 0, 0
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+
+    def change(self, arrivals: int, size: int) -> None:
+        self.pending -= arrivals
+        self.bytes += size
+        if self.pending < 0:
+            raise Wrong("more arrivals than this phase of a barrier expects")
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+
+
+class Barriers:
+    def __init__(self, machine: Machine, count: int):
+        self.all = [Barrier(machine) for _ in range(count)]
+
+    def index(self, i):
+        return self.all[int(i)]
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, machine: Machine, tensor: torch.Tensor):
+        self.machine, self.tensor = machine, tensor
+
+    @property
+    def dtype(self):
+        return self.tensor.dtype
+
+    def index(self, i):
+        return Shared(self.machine, self.tensor[int(i)])
+
+    def reshape(self, shape):
+        return Shared(self.machine, self.tensor.view(*map(int, shape)))
+
+    def permute(self, order):
+        return Shared(self.machine, self.tensor.permute(*order))
+
+    def store(self, value):
+        self.machine.unfenced.add(self.tensor.data_ptr())
+        self.tensor.copy_(value)
+
+    def load(self, layout=None):
+        return self.tensor.clone()
+
+
+class Descriptor:
+    """A host descriptor, from its own shape and strides."""
+
+    def __init__(self, host):
+        self.tensor = host.base.as_strided(host.shape, host.strides)
+        self.box, self.dtype, self.layout = list(host.block_shape), host.base.dtype, None
+        size = torch.Size(self.box).numel() * host.base.element_size()
+        self.block_type = types.SimpleNamespace(nbytes=size)
+
+    def _overlap(self, place):
+        inside, within = [], []
+        for start, size, length in zip(map(int, place), self.box, self.tensor.shape, strict=True):
+            low = min(max(start, 0), length)
+            high = max(min(start + size, length), low)
+            inside.append(slice(low, high))
+            within.append(slice(low - start, high - start) if high > low else slice(0, 0))
+        return tuple(inside), tuple(within)
+
+    def load(self, place) -> torch.Tensor:
+        box = torch.zeros(self.box, dtype=self.dtype)
+        inside, within = self._overlap(place)
+        box[within] = self.tensor[inside]
+        return box
+
+    def store(self, place, box) -> None:
+        inside, within = self._overlap(place)
+        self.tensor[inside] = box.reshape(self.box)[within]
+
+
+class Pointer:
+    def __init__(self, tensor: torch.Tensor, offset: Any = 0):
+        self.tensor, self.offset = tensor, offset
+
+    def __add__(self, other):
+        return Pointer(self.tensor, self.offset + other)
+
+    def _places(self, mask):
+        places = torch.as_tensor(self.offset).long()
+        places = places if mask is None else places[torch.broadcast_to(mask, places.shape)]
+        if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < self.tensor.numel():
+            raise Wrong("an access outside of a tensor")
+        return places
+
+    def load(self, mask=None):
+        return self.tensor.view(-1)[self._places(mask)]
+
+    def store(self, value, mask=None):
+        value = torch.as_tensor(value)
+        shape = torch.as_tensor(self.offset).shape
+        value = torch.broadcast_to(value, shape) if mask is None else value.expand(shape)[torch.broadcast_to(mask, shape)]
+        self.tensor.view(-1)[self._places(mask)] = value.to(self.tensor.dtype)
+
+
+class Product:
+    """A product on its way; whoever uses it before it is awaited finds no tensor."""
+
+    def __init__(self, compute, late: bool):
+        self.compute, self.value = compute, None if late else compute()
+
+    def finish(self):
+        if self.value is None:
+            self.value = self.compute()
+        return self.value
+
+    def _early(self, *_):
+        raise Wrong("a product used before it was awaited")
+
+    __getattr__ = __add__ = __radd__ = __mul__ = __rmul__ = __torch_function__ = _early
+
+
+def _either(function, plain):
+    def call(a, b):
+        if torch.is_tensor(a) or torch.is_tensor(b):
+            return function(torch.as_tensor(a), torch.as_tensor(b))
+        return plain(a, b)
+
+    return call
+
+
+def _where(condition, a, b):
+    condition, a, b = torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b)
+    kind = a.dtype if b.dim() == 0 else b.dtype
+    return torch.where(condition, a.to(kind), b.to(kind))
+
+
+def language(machine: Machine, program: int, programs: int) -> dict:
+    """The names that the kernel's source uses."""
+    gl = types.SimpleNamespace(
+        constexpr=lambda value: value,
+        **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int8", "exp2", "log2", "abs")},
+        static_range=range,
+        program_id=lambda axis: torch.tensor(program),
+        num_programs=lambda axis: programs,
+        num_warps=lambda: 4,
+        cdiv=lambda a, b: -(-int(a) // int(b)),
+        minimum=_either(torch.minimum, min),
+        maximum=_either(torch.maximum, max),
+        max=lambda x, axis: x.max(axis).values,
+        sum=lambda x, axis: x.sum(axis),
+        where=_where,
+        expand_dims=lambda x, axis: x.unsqueeze(axis),
+        convert_layout=lambda x, layout: x,
+        full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
+        zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+        arange=lambda start, end, layout=None: torch.arange(start, end),
+        load=lambda pointer, mask=None, other=0: pointer.load(mask),
+        store=lambda pointer, value, mask=None: pointer.store(value, mask),
+        warp_specialize=lambda parts, warps, registers: machine.run(
+            [lambda function=function, given=given: function(*given) for function, given in parts]
+        ),
+    )
+
+    def allocate(dtype, shape, layout):
+        if layout == "barrier":
+            return Barriers(machine, shape[0])
+        fill = float("nan") if dtype.is_floating_point else -7
+        return Shared(machine, torch.full([int(size) for size in shape], fill, dtype=dtype))
+
+    def atomic_add(pointer, value, sem):
+        before = pointer.load().clone()
+        pointer.store(before + value)
+        return before
+
+    def wait(barrier, phase, pred=True):
+        if pred:
+            machine.pause(lambda: barrier.phase != int(phase), f"phase {int(phase)} of a barrier")
+
+    def arrive(barrier, count=1):
+        barrier.change(count, 0)
+        machine.pause()
+
+    def tma_load(source, place, barrier, target):
+        target.tensor.fill_(float("nan"))
+
+        where = [int(x) for x in place]
+
+        def complete():
+            target.tensor.copy_(source.load(where).view(target.tensor.shape))
+            barrier.change(0, -source.block_type.nbytes)
+
+        machine.loads.append(complete)
+        machine.pause()
+
+    def tma_store(target, place, source):
+        if source.tensor.data_ptr() in machine.unfenced:
+            raise Wrong("a TMA store of shared memory that was written without a fence")
+        machine.stores.append(lambda: target.store(place, source.tensor))
+
+    def store_wait(pending):
+        machine.pause()
+        while machine.stores:
+            machine.stores.pop()()
+
+    def multiply(a, b, acc, use_acc=True, is_async=False):
+        def compute():
+            product = (a.tensor if isinstance(a, Shared) else a).float() @ b.tensor.float()
+            return acc + product if use_acc else product
+
+        product = Product(compute, machine.late)
+        machine.local.products.append(product)
+        machine.pause()
+        return product if is_async else multiply_wait(0, [product])
+
+    def multiply_wait(outstanding, deps):
+        machine.pause()
+        products = machine.local.products
+        done, machine.local.products = products[: len(products) - outstanding], products[len(products) - outstanding :]
+        for product in done:
+            product.finish()
+        (value,) = deps
+        return value if value in machine.local.products else value.value
+
+    def named_barrier(op, number, threads):
+        barrier = machine.named.setdefault(int(number), [0, 0])
+        barrier[0] += WARPGROUP
+        if barrier[0] > threads:
+            raise Wrong(f"named barrier {number} has more arrivals than it expects")
+        if barrier[0] == threads:
+            barrier[:] = [0, barrier[1] + 1]
+        elif op == "bar.sync":
+            turn = barrier[1]
+            machine.pause(lambda: barrier[1] != turn, f"named barrier {number}")
+
+    def reinterpret(view, dtype, shape, layout):
+        size = torch.Size(shape).numel()
+        return Shared(machine, view.tensor.reshape(-1)[:size].view(*shape))
+
+    gl.allocate_shared_memory, gl.atomic_add = allocate, atomic_add
+    mbarrier = types.SimpleNamespace(
+        MBarrierLayout=lambda: "barrier",
+        init=lambda barrier, count: barrier.init(count),
+        expect=lambda barrier, size: barrier.change(1, size),
+        wait=wait,
+        arrive=arrive,
+    )
+    names = ("score_layout", "out_layout", "weight_layout", "row_layout", "column_layout", "number_layout", "slot_layout")
+    return {
+        "gl": gl,
+        "tl": gl,
+        "mbarrier": mbarrier,
+        "range": lambda *bounds: map(torch.tensor, range(*map(int, bounds))),
+        "tma_load": tma_load,
+        "tma_store": tma_store,
+        "store_wait": store_wait,
+        "named_barrier": named_barrier,
+        "reinterpret": reinterpret,
+        "opaque": lambda x: x,
+        "warpgroup_mma": multiply,
+        "warpgroup_mma_wait": multiply_wait,
+        "fence_async_shared": machine.unfenced.clear,
+        **{name: (lambda *_: None) for name in names},
+    }
+
+
+class _Plain(ast.NodeTransformer):
+    """Decorators and `x.type.layout` are left out."""
+
+    def visit_FunctionDef(self, node):
+        node.decorator_list = []
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if node.attr == "layout" and isinstance(node.value, ast.Attribute) and node.value.attr == "type":
+            return ast.Constant(None)
+        return node
+
+
+def sources(mutant: tuple[str, str] = ("", "")) -> list:
+    """Functions and constants of the kernel and its helpers as code, after one replacement of text."""
+    mask = importlib.import_module("rowmax.mask")
+    ring, forward = (importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("ring", "forward"))
+    found, count = [], 0
+    for module in (mask, tile_ops, address, ring, forward):
+        text = inspect.getsource(module)
+        count += text.count(mutant[0]) if mutant[0] else 0
+        tree = _Plain().visit(ast.parse("from __future__ import annotations\n" + text.replace(*mutant)))
+        tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) or _constant(node)]
+        tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
+        found.append(compile(ast.fix_missing_locations(tree), module.__name__, "exec"))
+    if mutant[0] and count != 1:
+        raise ValueError(f"the text to replace is there {count} times: {mutant[0]}")
+    return found
+
+
+def _constant(node) -> bool:
+    """`NAME = gl.constexpr(number)`."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("gl.constexpr(")
+
+
+def forward(
+    problem: Problem, operands: Operands, tile: HopperTile, *, need_lse=True, blocks=2, seed=0, late=False, mutant=("", ""),
+    repair=True,
+):  # fmt: skip
+    """`(out, lse, suspect)` of the launcher's two kernels; the second one in Triton's interpreter, where a row is suspect.
+
+    `blocks`: how many, where the schedule leaves it open. `mutant`: one replacement of text in the source. `repair`: run the
+    second kernel.
+    """
+    out_shape, lse_shape = problem.outputs()
+    out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
+    lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
+    call, guard = launch.hopper_calls(problem, operands, tile, out, lse)
+    arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
+    build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
+    suspect = call.tensors[6]
+    suspect.fill_(-1)
+    code = sources(mutant)
+    programs = call.programs if tile.schedule == "grid" else min(blocks, call.programs)
+    for program in range(programs):
+        names = language(Machine(seed + program, late), program, programs)
+        for part in code:
+            exec(part, names)
+        names["forward_kernel"](*arguments[:-1], build)
+    if repair and bool((suspect == 1).any()):
+        launch._launch(out.device, guard)
+    return out, lse, suspect
+
+
+def _argument(x):
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    return None if x is None else Descriptor(x)
