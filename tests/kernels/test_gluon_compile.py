@@ -1,0 +1,246 @@
+"""The Hopper forward compiled without a GPU for every row of the plan's table and every structure, and its machine code read.
+
+Run as a program, it prints what the builds of one head dimension need, a JSON line each; so does the test, in a process of its
+own, because this one interprets Triton:
+
+    python test_gluon_compile.py "b4 h32/8 q1024 k1024 d128 bf16 causal" ["128x128 s2 q2 pingpong dynamic g8"] ...
+"""
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+TOOLS = Path(__import__("triton").__file__).parent / "backends" / "nvidia" / "bin"
+if not (TOOLS / "cuobjdump").is_file():
+    pytest.skip("this Triton comes without cuobjdump", allow_module_level=True)
+
+LARGE = "b4 h32/8 q1024 k1024"
+# Head dimension -> (structure, tile): "" is the plan's own.
+BUILDS = {
+    "64": [
+        *[("d64 bf16", ""), ("d64 bf16 causal", ""), ("d64 fp16 window(256,9)", ""), ("d64 bf16 causal packed", "")],
+        ("d24/40 bf16 window(9,inf) packed", "192x128 s2 q1 pingpong grid g8"),
+    ],
+    "128": [
+        *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
+        *[("d128 bf16 causal", "128x128 s2 q2 pingpong dynamic g8"), ("d128 bf16 packed", "128x128 s2 q2 pingpong dynamic g8")],
+        *[("d96/64 bf16 causal", ""), ("d128 bf16 causal scale=-0.1", "")],
+    ],
+    "256": [
+        *[("d256 bf16", ""), ("d256 bf16 causal", ""), ("d256 fp16 window(256,9)", ""), ("d256 bf16 causal packed", "")],
+        *[("d256 bf16 causal", "128x64 s2 q1 dynamic g64"), ("d192/128 bf16 causal", "")],
+    ],
+}
+MOST_GROUPS = 8  # WARPGROUP instructions of a consumer: twenty times as many when its products wait for each other
+
+
+# ---- the test ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", BUILDS)
+def test_machine_code(dim, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    arguments = [word for structure, tile in BUILDS[dim] for word in (f"{LARGE} {structure}", tile)]
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 2 * len(BUILDS[dim])
+    for facts in found:
+        assert facts["shared"] <= 232_448, f"more shared memory than a block may take: {facts}"
+        assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
+        if facts["kernel"] == "guard":  # its loop normally does not run, and may spill
+            continue
+        assert facts["stack"] == facts["local"] == 0, f"registers spill: {facts}"
+        assert facts["HGMMA"] > 0, f"Hopper's tensor core instruction is missing: {facts}"
+        assert facts["WARPGROUP"] <= MOST_GROUPS * facts["consumers"], f"products wait for each other: {facts}"
+        assert len(facts["loops"]) == facts["consumers"], f"a loop with two products in flight is missing: {facts}"
+        for scaled, exponentials in facts["loops"]:
+            assert exponentials >= facts["block_n"] // 2, f"P V is awaited before the exponentials: {facts}"
+            assert scaled >= facts["block_dv"] // 2, f"the accumulator is not scaled between the two products: {facts}"
+
+
+WARP = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   ULDC UR4, c[0x0][0x20] ;
+        /*0020*/              @P0  BRA `(.L_x_1) ;
+        /*0030*/                   UMOV UR6, UR4 ;
+        /*0040*/                   BRA `(.L_x_2) ;
+.L_x_1:
+        /*0050*/                   UIADD3 UR5, UR4, 0x1, URZ ;
+.L_x_2:
+        /*0060*/                   IMAD R2, R1, UR6, R1 ;
+        /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_a_register_that_one_path_leaves_unwritten_is_found():
+    assert uninitialised(WARP) == ["IMAD R2, R1, UR6, R1", "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24"]
+    mended = WARP.replace("UIADD3 UR5", "UIADD3 UR6").replace("gdesc[UR4]", "R8")
+    assert uninitialised(mended) == []
+
+
+# ---- reading a listing -------------------------------------------------------------------------------------------------------
+
+LINE = re.compile(r"^\s*(?:/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+)?\s*([A-Z][A-Za-z0-9_.]*)\s*(.*?)\s*;?(\s*/\*.*)?|(\.L_\w+):)$")
+
+
+def instructions(listing: str) -> tuple[list, dict]:
+    """`[(predicate, name, operands)]`, and label -> index of the instruction behind it."""
+    found: list = []
+    labels = {}
+    for line in listing.splitlines():
+        match = LINE.match(line)
+        if match and match[5]:
+            labels[match[5]] = len(found)
+        elif match:
+            found.append((match[1], match[2], match[3].rstrip("; ")))
+    return found, labels
+
+
+def uninitialised(listing: str) -> list[str]:
+    """Instructions that read a uniform register which some path from the entry to them leaves unwritten.
+
+    ptxas 12.8 emits such code for some kernels: a tensor core then takes its operand from a random address in shared memory.
+    """
+    code, labels = instructions(listing)
+    every = frozenset(range(64))
+    known: list = [every] * len(code)  # written on every path to here; `every` until a path is known
+    known[0] = frozenset()
+    reached, waiting = {0}, [0]
+    while waiting:
+        i = waiting.pop()
+        predicate, name, operands = code[i]
+        after = known[i] | _uniform(name, operands)[1]
+        targets = [labels[label] for label in re.findall(r"\.L_\w+", operands) if label in labels and name != "BSSY"]
+        goes_on = name not in ("BRX", "EXIT", "RET.REL.NODEC") and not (name == "BRA" and operands.startswith("`"))
+        if i + 1 < len(code) and (predicate or goes_on):
+            targets.append(i + 1)
+        for target in targets:
+            merged = known[target] & after
+            if target not in reached or merged != known[target]:
+                known[target] = merged
+                reached.add(target)
+                waiting.append(target)
+    return [f"{code[i][1]} {code[i][2]}" for i in sorted(reached) if _uniform(*code[i][1:])[0] - known[i]]
+
+
+def _uniform(name: str, operands: str) -> tuple[set, set]:
+    """Uniform registers that an instruction reads, and those that it writes."""
+    target, *others = operands.split(",")
+    written = re.fullmatch(r"UR(\d+)", target.strip())
+    writes = set()
+    if written:
+        first = int(written[1])
+        writes = {first, first + 1} if ".64" in name or "WIDE" in name else {first}
+    reads = set()
+    for part in others if written else [target, *others]:
+        for register in map(int, re.findall(r"\bUR(\d+)", part)):
+            if "gdesc" in part:  # four registers: of A, unused where A is in registers, then of B
+                from_registers = re.match(r"\s*R\d", others[0]) is not None
+                reads |= {register + i for i in range(2 * from_registers, 4)}
+            elif "desc" in part or ".64" in part:
+                reads |= {register, register + 1}
+            else:
+                reads.add(register)
+    return reads, writes
+
+
+def loops(listing: str) -> list[tuple[int, int]]:
+    """For each loop with two products in flight: multiplications between the two, exponentials before the second is awaited."""
+    code, _ = instructions(listing)
+    waits = [i for i, (_, name, _) in enumerate(code) if name.startswith("WARPGROUP.DEPBAR")]
+    found = []
+    for before, wait, after in zip(waits, waits[1:], waits[2:], strict=False):
+        if code[wait][2].endswith("0x1"):
+            products = [i for i in range(before, wait) if code[i][1].startswith("HGMMA")]
+            between = [sum(name == "FMUL" for _, name, _ in code[a:b]) for a, b in pairwise(products)]
+            exponentials = sum(code[i][1].startswith("MUFU.EX2") for i in range(wait, after))
+            found.append((max(between, default=0), exponentials))
+    return found
+
+
+# ---- the program -------------------------------------------------------------------------------------------------------------
+
+
+def source(call):
+    """`(source, options)` of a call, specialised as a launch on Hopper would."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel, target = call.kernel, GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = {"num_warps": call.tile.warps, "num_stages": call.tile.stages, "debug": False}
+    bound, specialization, extra = binder(*call.tensors, *call.numbers, **options)
+    settings, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, extra)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(kernel, signature, constants, attributes), target, settings.__dict__
+
+
+def read(call) -> dict:
+    import triton
+
+    built, target, options = source(call)
+    compiled = triton.compile(built, target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        listing = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, _, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage.stdout).groups())
+    counts = collections.Counter(name.split(".")[0] for _, name, _ in instructions(listing)[0])
+    return {
+        "registers": registers,
+        "highest": max(map(int, re.findall(r"\bR(\d+)\b", listing))),
+        "stack": stack,
+        "local": local,
+        "shared": compiled.metadata.shared,
+        "HGMMA": counts["HGMMA"],
+        "WARPGROUP": counts["WARPGROUP"],
+        "loops": loops(listing),
+        "uninitialised": uninitialised(listing),
+    }
+
+
+def main(*builds: str) -> None:
+    import torch
+
+    from rowmax import Device, Problem, plan
+    from rowmax.kernels import launch
+    from rowmax.plan.hopper import HopperTile, padded_dims
+    from rowmax.problem import Operands
+
+    for text, tile_text in zip(builds[::2], builds[1::2], strict=True):
+        problem = Problem.parse(text)
+        prefer = f"hopper[{tile_text}]" if tile_text else "hopper"
+        (tile,) = plan(problem, Device.named("H200"), prefer=prefer).tiles
+        assert isinstance(tile, HopperTile)
+        out_shape, lse_shape = problem.outputs()
+        lead = (problem.len_k,) if problem.packed else (problem.batch, problem.len_k)
+        q = torch.empty(*out_shape[:-1], problem.dim_qk, dtype=problem.dtype)
+        k, v = (torch.empty(*lead, problem.heads_k, dim, dtype=problem.dtype) for dim in (problem.dim_qk, problem.dim_v))
+        cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
+        out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
+        calls = launch.hopper_calls(problem, Operands(q, k, v, cu, cu), tile, out, lse)
+        for name, call in zip(("forward", "guard"), calls, strict=True):
+            said = {"kernel": name, "problem": text, "tile": str(tile), "consumers": tile.consumers, "block_n": tile.block_n}
+            print(json.dumps({**said, "block_dv": padded_dims(problem)[1], **read(call)}), flush=True)
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    main(*arguments, *[""] * (len(arguments) % 2))
