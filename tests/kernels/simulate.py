@@ -354,10 +354,6 @@ def language(machine: Machine, program: int, programs: int) -> dict:
             turn = barrier[1]
             machine.pause(lambda: barrier[1] != turn, f"named barrier {number}")
 
-    def reinterpret(view, dtype, shape, layout):
-        size = torch.Size(shape).numel()
-        return Shared(machine, view.tensor.reshape(-1)[:size].view(*shape))
-
     gl.allocate_shared_memory, gl.atomic_add = allocate, atomic_add
     mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "barrier",
@@ -376,7 +372,6 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         "tma_store": tma_store,
         "store_wait": store_wait,
         "named_barrier": named_barrier,
-        "reinterpret": reinterpret,
         "opaque": lambda x: x,
         "warpgroup_mma": multiply,
         "warpgroup_mma_wait": multiply_wait,

@@ -150,7 +150,7 @@ WAIT_FIRST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 WAIT_ACC = "    acc = warpgroup_mma_wait(0, deps=[acc])\n"
 FREE_K, FREE_V = "    release(k_ring, turn, BUILD.STAGES)\n", "    release(v_ring, turn - 1, BUILD.STAGES)\n"
 FREE_Q = "        release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)\n"
-STORE = "        _store(acc, inverse, lse, m, l, q_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)\n"
+STORE = "        _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)\n"
 TO_FILL = "phase_of(turn, STAGES) ^ 1)\n    mbarrier.expect"
 
 # name -> (text, replacement, problem, tile, kind of operands)

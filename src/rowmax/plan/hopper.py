@@ -109,12 +109,12 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    """Head dimensions in shared memory, zero-filled: powers of two, and O fits where Q was."""
+    """Head dimensions in shared memory, zero-filled: powers of two."""
     block_d, block_dv = (max(64, 1 << (dim - 1).bit_length()) for dim in (problem.dim_qk, problem.dim_v))
-    return max(block_d, block_dv), block_dv
+    return block_d, block_dv
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
-    row = _TABLE[padded_dims(problem)[0]]
+    row = _TABLE[max(padded_dims(problem))]
     causal = problem.band == Band(None, 0)
     return (HopperTile.parse(row[causal]),), "the fastest of the kernel's prototype on an H200 at 16k tokens"

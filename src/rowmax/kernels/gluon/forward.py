@@ -38,7 +38,7 @@ from rowmax.kernels.gluon.layouts import (
     score_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import opaque, reinterpret, store_wait, tma_store
+from rowmax.kernels.gluon.names import opaque, store_wait, tma_store
 from rowmax.kernels.gluon.ring import (
     begin_turns,
     buffer_of,
@@ -138,7 +138,7 @@ def _walk(row, len_q, len_k, band, BUILD: gl.constexpr):
 def _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD: gl.constexpr):
     """All that one tile needs. `round` counts Q tiles, `turn` key tiles, over the life of the block."""
     q_source, k_source, v_source, _o_source = sources
-    q_buffers, k_buffers, v_buffers = buffers
+    q_buffers, k_buffers, v_buffers, _o_buffers = buffers
     q_ring, k_ring, v_ring = rings
     row, head, b, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
     if row < len_q:
@@ -253,7 +253,7 @@ def _step(
     CONSUMER: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """Softmax of the key tile of `turn`, while P V of the one before runs. `more`: another key tile follows."""
-    _q_buffers, k_buffers, v_buffers = buffers
+    _q_buffers, k_buffers, v_buffers, _o_buffers = buffers
     _q_ring, k_ring, v_ring = rings
     if BUILD.PINGPONG:
         take_turn(CONSUMER)
@@ -283,7 +283,7 @@ def _attend(
     tile, round, turn, work, band, out, scale_log2, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """The rows of one consumer in one tile."""
-    q_buffers, k_buffers, v_buffers = buffers
+    q_buffers, k_buffers, v_buffers, o_buffers = buffers
     q_ring, k_ring, v_ring = rings
     tile_row, head, b, begin_q, len_q, _begin_k, len_k = locate(tile, work, BUILD)
     if tile_row < len_q:
@@ -327,15 +327,19 @@ def _attend(
         inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE else scale_log2)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(v_ring, turn - 1, BUILD.STAGES)
-        _store(acc, inverse, lse, m, l, q_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)
+        if BUILD.BLOCK_D == BUILD.BLOCK_DV:
+            o_buffer = q_buffer
+        else:
+            o_buffer = o_buffers.index(CONSUMER)
+        _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)
         release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
         round += 1
     return round, turn
 
 
 @gluon.jit
-def _store(acc, inverse, lse, m, l, q_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD: gl.constexpr):
-    """O by TMA, through the buffer of Q: it clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
+def _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD: gl.constexpr):
+    """O by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
     _cu_q, _cu_k, _batch, heads, _tiles, _members, total_q, _total_k = work
     _q_source, _k_source, _v_source, o_source = sources
     o_ptr, lse_ptr, suspect_ptr = out
@@ -351,10 +355,10 @@ def _store(acc, inverse, lse, m, l, q_buffer, row, head, b, begin_q, len_q, work
         gl.store(lse_ptr + line + rows, lse, mask=inside)
     o = _scale_rows(acc, inverse).to(o_source.dtype)
     if not BUILD.PACKED:
-        _store_by_tma(o, q_buffer, b, row, head, o_source, BUILD)
+        _store_by_tma(o, o_buffer, b, row, head, o_source, BUILD)
     else:
         if row + ROWS <= len_q:
-            _store_by_tma(o, q_buffer, b, begin_q + row, head, o_source, BUILD)
+            _store_by_tma(o, o_buffer, b, begin_q + row, head, o_source, BUILD)
         else:
             dims = gl.arange(0, BUILD.BLOCK_DV, layout=column_layout(acc.type.layout))
             starts = ((begin_q + rows).to(gl.int64) * heads + head) * BUILD.DIM_V
@@ -363,8 +367,7 @@ def _store(acc, inverse, lse, m, l, q_buffer, row, head, b, begin_q, len_q, work
 
 
 @gluon.jit
-def _store_by_tma(o, q_buffer, b, row, head, o_source, BUILD: gl.constexpr):
-    o_buffer = reinterpret(q_buffer, o_source.dtype, [1, ROWS, 1, BUILD.BLOCK_DV], o_source.layout)
+def _store_by_tma(o, o_buffer, b, row, head, o_source, BUILD: gl.constexpr):
     o_buffer.reshape([ROWS, BUILD.BLOCK_DV]).store(o)
     fence_async_shared()
     tma_store(o_source, [b, row, head, 0], o_buffer)
@@ -415,6 +418,9 @@ def forward_kernel(
     q_buffers = gl.allocate_shared_memory(dtype, q_shape, q_source.layout)
     k_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BUILD.BLOCK_N, 1, BUILD.BLOCK_D], k_source.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BUILD.BLOCK_N, 1, BUILD.BLOCK_DV], v_source.layout)
+    o_buffers = q_buffers  # O takes the place of Q where it fits
+    if BUILD.BLOCK_D != BUILD.BLOCK_DV:
+        o_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_DV], o_source.layout)
     q_ring = open_ring(BUILD.Q_STAGES * BUILD.CONSUMERS, 1)
     k_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
     v_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
@@ -434,7 +440,7 @@ def forward_kernel(
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     out = (o_ptr, lse_ptr, suspect_ptr)
     sources = (q_source, k_source, v_source, o_source)
-    buffers = (q_buffers, k_buffers, v_buffers)
+    buffers = (q_buffers, k_buffers, v_buffers, o_buffers)
     rings = (q_ring, k_ring, v_ring)
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     if BUILD.CONSUMERS == 1:

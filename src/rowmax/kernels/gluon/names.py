@@ -13,13 +13,6 @@ store_wait = tma.store_wait
 
 
 @_core.builtin
-def reinterpret(view, dtype, shape, layout, _semantic=None, _generator=None):
-    """The same shared memory, read as another shape."""
-    method = getattr(type(view), "reinterpret", None) or type(view)._reinterpret
-    return method(view, dtype, shape, layout, _semantic=_semantic)
-
-
-@_core.builtin
 def named_barrier(op, number, threads, _semantic=None, _generator=None):
     """`bar.sync` or `bar.arrive` on a barrier of the hardware. Triton takes numbers from 0 up for itself: use 8 and more."""
     op, number, threads = (_core._unwrap_if_constexpr(x) for x in (op, number, threads))
