@@ -111,9 +111,9 @@ def score_gradient(p, dp, delta):
 
 
 @triton.jit
-def any_nonfinite(x):
-    """1 if x holds a NaN or an infinity, else 0; a block of any shape."""
-    return tl.max(tl.ravel(tl.where(tl.abs(x) < float("inf"), 0, 1)), 0)
+def any_of(condition):
+    """1 if any element is true, else 0; a block of any shape."""
+    return tl.max(tl.ravel(condition.to(tl.int32)), 0)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from rowmax.kernels.address import group_source, head_base, load_member, load_tile, locate, source, store_tile
 from rowmax.kernels.tile_ops import (
     GUARD,
-    any_nonfinite,
+    any_of,
     guarded_dot,
     key_ranges,
     query_ranges,
@@ -160,7 +160,7 @@ def query_kernel(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
         DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
     )  # fmt: skip
-    bad = any_nonfinite(dq)
+    bad = any_of(dq != dq)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
         tl.program_id(0) + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
@@ -307,9 +307,9 @@ def key_kernel(
     )  # fmt: skip
     bad = 0
     if WANT_DK:
-        bad += any_nonfinite(dk)
+        bad += any_of(dk != dk)
     if WANT_DV:
-        bad += any_nonfinite(dv)
+        bad += any_of(dv != dv)
     # And once more (bad is at most 2).
     col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
         tl.program_id(0) + (bad >> 8), cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, tiles, total_k, total_q, BLOCK_N

@@ -13,7 +13,7 @@ import triton.language as tl
 from rowmax.kernels.address import head_base, load_tile, locate, source, store_tile
 from rowmax.kernels.tile_ops import (
     GUARD,
-    any_nonfinite,
+    any_of,
     finish,
     guarded_dot,
     key_ranges,
@@ -118,8 +118,9 @@ def forward_kernel(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
         DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
     )  # fmt: skip
-    # A maximum beyond 2^30 may differ from its own rounded product with the scale by more than the exponential can bridge.
-    bad = any_nonfinite(acc) | any_nonfinite(tl.where((l == 0.0) & (m > float("-inf")), float("inf"), l))
+    bad = any_of(acc != acc)
+    if not PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
+        bad |= any_of((tl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf")))
     o, lse = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
