@@ -1,0 +1,86 @@
+"""When the plan takes the Hopper kernel, what it says when it does not, and what is launched. No GPU is needed to ask."""
+
+import pytest
+import torch
+
+from rowmax import Device, Plan, Problem, Unsupported, plan
+from rowmax.plan.hopper import HopperTile
+
+H200 = Device.named("H200")
+DENSE = Problem.parse("b2 h8/2 q512 k512 d128 bf16 causal")
+
+
+@pytest.mark.parametrize("text", ["128x128 s2 q1 pingpong static", "192x64 s3 q2 dynamic g32", "64x32 s2 q1 grid"])
+def test_tile_spelling(text):
+    assert str(HopperTile.parse(text)) == text
+    assert str(Plan.parse(f"hopper[{text}]")) == f"hopper[{text}]"
+
+
+@pytest.mark.parametrize("text", ["100x64 s2", "128x100 s2", "128x64 w8", "128x64 s2 later"])
+def test_a_wrong_tile_teaches_its_spelling(text):
+    with pytest.raises(ValueError, match="an example: '128x128 s2 q1 pingpong static g32'"):
+        HopperTile.parse(text)
+
+
+def test_it_is_taken_only_by_name():
+    chosen = plan(DENSE, H200)
+    assert chosen.algorithm == "q_outer"
+    assert "ask for it with plan='hopper'" in dict(chosen.refusals)["hopper"]
+    assert plan(DENSE, H200, prefer="hopper").algorithm == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "aligned", "reason"),
+    [
+        (str(DENSE), "A100", True, "compute capability 9.0"),
+        (str(DENSE), "B200", True, "compute capability 9.0"),
+        (str(DENSE), "cpu", True, "runs on a GPU"),
+        ("b1 h2 q64 k64 d64 fp32", "H200", True, "fp16 and bf16, not fp32"),
+        ("b1 h2 q64 k64 d64 fp64", "H200", True, "fp16 and bf16, not fp64"),
+        ("b1 h2 q64 k64 d60 bf16", "H200", True, "multiples of 16 bytes"),
+        ("b1 h2 q64 k64 d64/12 bf16", "H200", True, "multiples of 16 bytes"),
+        (str(DENSE), "H200", False, "no broadcast tensors"),
+    ],
+)
+def test_a_refusal_says_why(text, device, aligned, reason):
+    with pytest.raises(Unsupported) as caught:
+        plan(Problem.parse(text), Device.named(device), prefer="hopper", aligned=aligned)
+    assert reason in caught.value.refusals["hopper"]
+
+
+def test_its_backward_is_the_portable_one():
+    own = plan(DENSE, H200, direction="backward")
+    assert plan(DENSE, H200, direction="backward", prefer="hopper").tiles == own.tiles
+    assert plan(DENSE, H200, direction="backward", prefer="hopper").algorithm == "q_outer"
+    given = "hopper[128x128 s2 q1 grid, 64x64 w4 s2, 64x64 w4 s1]"
+    assert [str(tile) for tile in plan(DENSE, H200, direction="backward", prefer=given).tiles] == ["64x64 w4 s2", "64x64 w4 s1"]
+    assert [str(tile) for tile in plan(DENSE, H200, prefer=given).tiles] == ["128x128 s2 q1 grid"]
+
+
+@pytest.mark.parametrize("dims", ["8", "64", "72", "96", "128", "192", "192/128", "64/256", "256"])
+@pytest.mark.parametrize("mask", ["", "causal", "window(9,3)", "causal packed"])
+def test_every_tile_of_the_plan_fits_the_chip(dims, mask):
+    """Shared memory of the buffers, without the barriers; registers of all threads."""
+    from rowmax.kernels import launch
+
+    pytest.importorskip("triton.experimental.gluon")
+    problem = Problem.parse(f"b2 h4/2 q300 k300 d{dims} bf16 {mask}")
+    (tile,) = plan(problem, H200, prefer="hopper").tiles
+    assert isinstance(tile, HopperTile)
+    lead = (300,) if problem.packed else (2, 300)
+    q, k, v, out = (
+        torch.empty(*lead, heads, dim, dtype=torch.bfloat16)
+        for heads, dim in ((4, problem.dim_qk), (2, problem.dim_qk), (2, problem.dim_v), (4, problem.dim_v))
+    )
+    cu = torch.tensor([0, 100, 300], dtype=torch.int32) if problem.packed else None
+    call, _ = launch.hopper_calls(problem, launch.Operands(q, k, v, cu, cu), tile, out, None)
+    build = call.numbers[-1]
+    registers = (
+        build.REGISTERS.value * 128 * tile.consumers + build.PRODUCER_REGISTERS.value * 128
+    )  # the producer's warp counts as four
+    assert registers <= 65_536
+    names = [name for name in vars(build) if name.startswith("BLOCK_D")]
+    sizes = {name: getattr(build, name).value for name in names}
+    q_bytes = tile.q_stages * tile.block_m * sum(size for name, size in sizes.items() if "DV" not in name) * 2
+    kv_bytes = tile.stages * tile.block_n * sum(sizes.values()) * 2
+    assert q_bytes + kv_bytes <= 232_448 - 256
