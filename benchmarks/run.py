@@ -74,9 +74,9 @@ def time_group(problem: Problem, which: str, who: list[str], device, options, fa
     operands, grad_out = make_operands(problem, device, options.seed)
     check = Check(problem, operands, None if which == FORWARD else grad_out, seed=options.seed)
     calls, failures = {}, 0
-    for name in who:
+    for name, plan in _candidates(who, options.plan):
         try:
-            call = make_call(name, problem, operands, grad_out, which, plan=options.plan if name == "rowmax" else "")
+            call = make_call(name, problem, operands, grad_out, which, plan=plan)
             with poisoned(problem, device):
                 results = call()
             wrong = check.broken(results, peer=name != "rowmax")
@@ -94,15 +94,15 @@ def time_group(problem: Problem, which: str, who: list[str], device, options, fa
             failures += 1
             print(f"  {name} WRONG on '{problem}' {which}: {'; '.join(wrong)}", file=sys.stderr)
             continue
-        calls[name] = call
+        calls[name, plan] = call
         del results
     if not calls:
         return [], failures
     times, last = timing.samples_ms(calls, device, options.seconds or SECONDS[device.type])
     rows = []
-    for name in calls:
-        row = _row(problem, which, name, times[name], device, options, facts)
-        wrong = check.broken(last[name], peer=name != "rowmax")
+    for name, plan in calls:
+        row = _row(problem, which, name, plan, times[name, plan], device, facts)
+        wrong = check.broken(last[name, plan], peer=name != "rowmax")
         if row["tflops"] > peak:
             wrong.append(
                 f"{row['tflops']:.4g} TFLOP/s is above the {peak:.4g} that a matrix product reaches: the timing is wrong"
@@ -117,14 +117,19 @@ def time_group(problem: Problem, which: str, who: list[str], device, options, fa
     return rows, failures
 
 
-def _row(problem: Problem, which: str, name: str, times: list[float], device, options, facts: dict) -> dict:
+def _candidates(who: list[str], plans: list[str]) -> list[tuple[str, str]]:
+    """`(who, plan)`: rowmax once for each plan that is asked for."""
+    return [(name, plan) for name in who for plan in (plans if plans and name == "rowmax" else [""])]
+
+
+def _row(problem: Problem, which: str, name: str, plan: str, times: list[float], device, facts: dict) -> dict:
     median = statistics.median(times)
     return {
         "run": facts["run"],
         "problem": str(problem),
         "pass": which,
         "who": name,
-        "plan": plan_of(problem, device, which, options.plan) if name == "rowmax" else None,
+        "plan": plan_of(problem, device, which, plan) if name == "rowmax" else None,
         "ms": record.figures(median),
         "ms_min": record.figures(min(times)),
         "samples": len(times),
@@ -165,11 +170,11 @@ def _compile_ahead(options, device: torch.device, jobs, deadline: float) -> None
             "problem": str(problem),
             "who": name,
             "which": which,
-            "plan": options.plan if name == "rowmax" else "",
+            "plan": plan,
             "device": str(device),
         }
         for problem, which, who in jobs
-        for name in who
+        for name, plan in _candidates(who, options.plan)
         if name in COMPILED
     ]
     # FlexAttention first: it takes the longest.
@@ -187,7 +192,7 @@ def _print_group(rows: list[dict]) -> None:
     ours = next((row for row in rows if row["who"] == "rowmax"), None)
     for row in rows:
         line = f"{row['problem']:<56} {row['pass']:<16} {row['who']:<7} {row['ms']:>10.4f} ms {row['tflops']:>8.4g} TFLOP/s"
-        if ours is None or row is ours:
+        if ours is None or row["who"] == "rowmax":
             line += f"  {row['plan'] or ''}"
         else:
             ratios = (row[key] / ours[key] for key in ("ms", "ms_min"))
@@ -203,7 +208,12 @@ def _parser() -> argparse.ArgumentParser:
         "--pass", dest="passes", default="", metavar="PASS[,PASS]", help=f"of {', '.join(PASSES)}; default: the set's"
     )
     parser.add_argument("--who", default="", metavar="NAME[,NAME]", help="default: everyone installed, flex on its shapes only")
-    parser.add_argument("--plan", default="", help="force rowmax's plan, for example 'q_outer[128x64 w8 s3]'")
+    parser.add_argument(
+        "--plan",
+        action="append",
+        default=[],
+        help="force rowmax's plan, for example 'q_outer[128x64 w8 s3]'; repeated: several plans side by side",
+    )
     parser.add_argument("--device", default="", help="cuda or cpu; default: the GPU where there is one")
     parser.add_argument("--out", type=Path, help="results file to append to; default: results/<device>-<date>.json")
     parser.add_argument("--time-limit", type=float, default=3600.0, metavar="S", help="start no further group after this long")

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-Calls = Mapping[str, Callable[[], Any]]
+Calls = Mapping[Any, Callable[[], Any]]
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 (50 to 126 MB)
 HEAD_START = 32  # flushes, about 2 ms, queued ahead so that the host stays in front of the device
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 
 
-def samples_ms(calls: Calls, device: torch.device, seconds: float) -> tuple[dict[str, list[float]], dict[str, Any]]:
+def samples_ms(calls: Calls, device: torch.device, seconds: float) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
     """`(times of each call in ms, what each call returned last)`, within about `seconds` for all together."""
     return _cuda(calls, seconds, device) if device.type == "cuda" else _cpu(calls, seconds)
 
