@@ -1,6 +1,6 @@
 """Every case and every check of the GPU tier, without pytest: worst error over bound for each family, as a table and as JSON.
 
-    python tests/run_gpu.py [--json results.json] [--workers 12] [--family NAME ...]
+    python tests/run_gpu.py [--json results.json] [--workers 12] [--family NAME ...] [--backend hopper]
 
 Builds of kernels take most of the time, on the CPU, so that small cases run in several processes that share the GPU. Exit
 status 1 if anything is wrong. `test_cases.py` and `test_gpu.py` show the same results to pytest.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
-BACKEND, DEVICE = "q_outer", "cuda"
+DEVICE = "cuda"
 
 
 class Result(NamedTuple):
@@ -36,36 +36,38 @@ class Result(NamedTuple):
     seconds: float
 
 
-def run_case(index: int) -> Result:
+def run_case(job: tuple[int, str]) -> Result:
+    """Case number, and the algorithm that runs it."""
     import cases
     from rowmax import Unsupported
 
+    index, backend = job
     case, start = cases.CASES[index], time.perf_counter()
     ratios, error, refused = {}, "", False
     try:
-        report = cases.run(case, BACKEND, DEVICE)
+        report = cases.run(case, backend, DEVICE)
         ratios, error = report.ratios, "" if report.ok else str(report)
     except Unsupported as refusal:
-        refused = cases.may_refuse(case, BACKEND)
+        refused = cases.may_refuse(case, backend)
         error = "" if refused else str(refusal)
     except Exception:
         error = traceback.format_exc(limit=8)
     return Result(index, case.family, case.id, ratios, error, refused, time.perf_counter() - start)
 
 
-def run_cases(workers: int = 0, families: tuple[str, ...] = ()) -> Iterator[Result]:
+def run_cases(workers: int = 0, families: tuple[str, ...] = (), backend: str = "q_outer") -> Iterator[Result]:
     """Small cases in `workers` processes (0: as many as there are CPU cores, up to 14), large ones meanwhile in this one."""
     import cases
 
     workers = workers or min(os.cpu_count() or 1, 14)
     chosen = [i for i, case in enumerate(cases.CASES) if not families or case.family in families]
-    small = [i for i in chosen if not cases.CASES[i].large]
+    small = [(i, backend) for i in chosen if not cases.CASES[i].large]
     # Neighbours in the list share builds of kernels; handing out in turn spreads the builds over the processes.
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         waiting = pool.imap_unordered(run_case, small)
         for index in chosen:
             if cases.CASES[index].large:
-                yield run_case(index)
+                yield run_case((index, backend))
         yield from waiting
 
 
@@ -85,10 +87,10 @@ def summary(results: list[Result]) -> dict:
 
 def table(families: dict) -> str:
     parts = ("out", "out rms", "lse", "dq", "dq rms", "dk", "dk rms", "dv", "dv rms")
-    lines = ["family".ljust(12) + "cases wrong " + " ".join(part.rjust(7) for part in parts)]
+    lines = ["family".ljust(12) + "cases refused wrong " + " ".join(part.rjust(7) for part in parts)]
     for name, entry in families.items():
         worst = (f"{entry['worst'][part]['ratio']:7.3f}" if part in entry["worst"] else " " * 7 for part in parts)
-        lines.append(f"{name:12s}{entry['cases']:5d} {entry['wrong']:5d} " + " ".join(worst))
+        lines.append(f"{name:12s}{entry['cases']:5d} {entry['refused']:7d} {entry['wrong']:5d} " + " ".join(worst))
     return "\n".join(lines)
 
 
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--family", nargs="*", default=())
+    parser.add_argument("--backend", default="q_outer", help="the algorithm; the checks are of the default plan")
     parser.add_argument("--checks-only", action="store_true", help="no cases")
     parser.add_argument("--time-limit", type=float, default=3600.0, metavar="S", help="begin nothing after this long")
     arguments = parser.parse_args()
@@ -112,7 +115,7 @@ def main() -> int:
 
     start = time.perf_counter()
     results = []
-    for result in () if arguments.checks_only else run_cases(arguments.workers, tuple(arguments.family)):
+    for result in () if arguments.checks_only else run_cases(arguments.workers, tuple(arguments.family), arguments.backend):
         results.append(result)
         if time.perf_counter() - start > arguments.time_limit:
             break
@@ -134,6 +137,7 @@ def main() -> int:
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("ROWMAX_COMMIT", "unknown"),
+        "backend": arguments.backend,
         "cases": len(results),
         "seconds": round(seconds, 1),
         "families": families,
@@ -146,7 +150,7 @@ def main() -> int:
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
     save()  # a check that takes the GPU down with it must not take the rest
-    for name, error in () if arguments.family or late else gpu_checks.run_all():
+    for name, error in () if arguments.family or late or arguments.backend != "q_outer" else gpu_checks.run_all():
         print(f"{'WRONG' if error else 'right'} check: {name}" + (f"\n{error}\n" if error else ""), flush=True)
         document["checks"][name] = error
         save()
