@@ -327,7 +327,9 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     def multiply(a, b, acc, use_acc=True, is_async=False):
         def compute():
             product = (a.tensor if isinstance(a, Shared) else a).float() @ b.tensor.float()
-            return acc + product if use_acc else product
+            if not use_acc:
+                return product
+            return product + (acc.finish() if isinstance(acc, Product) else acc)  # products may add to one on its way
 
         product = Product(compute, machine.late)
         machine.local.products.append(product)
@@ -431,7 +433,7 @@ def forward(
     call, guard = launch.hopper_calls(problem, operands, tile, out, lse)
     arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
-    suspect = call.tensors[6]
+    suspect = call.tensors[8]
     suspect.fill_(-1)
     code = sources(mutant)
     programs = call.programs if tile.schedule == "grid" else min(blocks, call.programs)

@@ -35,6 +35,8 @@ CASES = [
     ("b1 h2 q5 k500 d64 bf16 causal", DYNAMIC),
     ("b1 h2 q100 k130 d72/40 bf16 causal", GRID),
     ("b1 h2 q100 k100 d192/128 bf16", STATIC),
+    ("b1 h2 q100 k200 d96 bf16 causal", DYNAMIC),
+    ("b2 h2 q100 k100 d160/24 fp16 packed causal", GRID),
     ("b1 h2 q100 k100 d64/128 fp16", STATIC),
     ("b1 h2/1 q70 k100 d256 bf16 causal", "128x32 s2 q1 dynamic"),
     ("b1 h2 q100 k130 d64 bf16 causal scale=-0.1", STATIC),
@@ -142,6 +144,7 @@ def test_repeats_are_equal_whatever_the_order():
 CAUSAL, PACKED = "b1 h3 q200 k330 d64 bf16 causal", "b4 h2 q300 k300 d64 bf16 packed causal"
 NARROW, WIDE = "b1 h1 q99 k99 d64 bf16 window(9,9)", "b1 h1 q300 k300 d64 bf16 window(70,9)"
 GROUPED, MANY_KEYS, RAGGED = "b1 h4/2 q70 k70 d64 bf16", "b1 h3 q300 k2048 d64 bf16", "b1 h1 q70 k70 d64 bf16"
+SPLIT = "b1 h1 q100 k100 d96 bf16 causal"
 NAN = "b1 h1 q90 k90 d64 fp16 causal"
 EDGES = "(col < full_start) | (col >= full_end)"
 WAIT_Q = "        wait_full(q_ring, round, BUILD.Q_STAGES, True, CONSUMER, BUILD.CONSUMERS)\n"
@@ -151,7 +154,7 @@ WAIT_ACC = "    acc = warpgroup_mma_wait(0, deps=[acc])\n"
 FREE_K, FREE_V = "    release(k_ring, turn, BUILD.STAGES)\n", "    release(v_ring, turn - 1, BUILD.STAGES)\n"
 FREE_Q = "        release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)\n"
 STORE = "        _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)\n"
-TO_FILL = "phase_of(turn, STAGES) ^ 1)\n    mbarrier.expect"
+TO_FILL = "phase_of(turn, STAGES) ^ 1)\n    if SECOND"
 
 # name -> (text, replacement, problem, tile, kind of operands)
 MUTANTS = {
@@ -164,11 +167,12 @@ MUTANTS = {
     "Q released early": (STORE + FREE_Q, FREE_Q + STORE, CAUSAL, STATIC),
     "K never released": (WAIT_S + FREE_K, WAIT_S, CAUSAL, STATIC),
     "V released twice": (WAIT_ACC + FREE_V + "    return", WAIT_ACC + FREE_V * 2 + "    return", CAUSAL, STATIC),
+    "the second part from the start": ("[b, row, head, SECOND]", "[b, row, head, 0]", SPLIT, STATIC),
     "no wait for K": ("    wait_full(k_ring, turn + 1, BUILD.STAGES, more)\n", "", CAUSAL, STATIC),
     "no wait for V": ("    wait_full(v_ring, turn - 1, BUILD.STAGES)\n    acc = _scale", "    acc = _scale", CAUSAL, STATIC),
     "no wait for Q": (WAIT_Q, "", CAUSAL, STATIC),
     "S awaited too late": (WAIT_S, WAIT_S.replace("1", "2"), CAUSAL, STATIC),
-    "no empty buffer awaited": ("    mbarrier.wait(empty.index(i), " + TO_FILL, "    mbarrier.expect", CAUSAL, STATIC),
+    "no empty buffer awaited": ("    mbarrier.wait(empty.index(i), " + TO_FILL, "    if SECOND", CAUSAL, STATIC),
     "nobody has the first turn": ("    if CONSUMER == CONSUMERS - 1:", "    if CONSUMER == CONSUMERS:", CAUSAL, STATIC),
     "a turn given to oneself": ("FIRST_NAME + (CONSUMER + 1) % CONSUMERS", "FIRST_NAME + CONSUMER", CAUSAL, STATIC),
     "no fence": ("    fence_async_shared()\n    tma_store", "    tma_store", CAUSAL, STATIC),
@@ -178,7 +182,7 @@ MUTANTS = {
     "no last number": ("        publish(slots, -1, taken, SLOTS)\n", "", CAUSAL, DYNAMIC),
     "a number kept": ("    release(ring, turn, STAGES)\n    return number", "    return number", CAUSAL, DYNAMIC),
     "a tile skipped": ('sem="relaxed") + gl.num', 'sem="relaxed") + 1 + gl.num', CAUSAL, DYNAMIC),
-    "a number overwritten": (TO_FILL.replace("mbarrier.expect", "numbers"), "0)\n    numbers", CAUSAL, DYNAMIC),
+    "a number overwritten": (TO_FILL.replace("if SECOND", "numbers"), "0)\n    numbers", CAUSAL, DYNAMIC),
     "accumulator not scaled": ("    acc = _scale_rows(acc, opaque(alpha))\n", "", CAUSAL, STATIC),
     "accumulator not scaled at the end": ("        acc = _scale_rows(acc, alpha)\n", "", CAUSAL, STATIC, "shift(-60)"),
     "row sum not scaled": ("l * gl.expand_dims(own, 1) + _thread", "l + _thread", CAUSAL, STATIC),
@@ -187,7 +191,7 @@ MUTANTS = {
     "no mask at the left edge": (EDGES, "col >= full_end", WIDE, STATIC),
     "no mask at the right edge": (EDGES, "col < full_start", CAUSAL, STATIC),
     "no end of K": ("cols < tl.minimum(end_key(", "cols < tl.maximum(9 + end_key(", RAGGED, STATIC),
-    "heads not grouped": ("k_source, b, col, head // BUILD.GROUP", "k_source, b, col, head * 0", GROUPED, STATIC),
+    "heads not grouped": ("k_parts, b, col, head // BUILD.GROUP", "k_parts, b, col, head * 0", GROUPED, STATIC),
     "heads of a small last group": ("gl.minimum(members, every", "gl.maximum(members, 0 * every", MANY_KEYS, DYNAMIC),
     "a store into the next sequence": ("if row + ROWS <= len_q:", "if row < len_q:", PACKED, GRID),
     "K of another sequence": ("begin_k + start + (", "start + (", PACKED, GRID),

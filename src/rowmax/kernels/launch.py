@@ -117,18 +117,19 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     from rowmax.kernels.gluon.guard import guard_kernel
 
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
-    block_d, block_dv = padded_dims(problem)
+    block_d, block_d2, block_dv = padded_dims(problem)
     suspect = q.new_empty(problem.outputs()[1], dtype=torch.int8)
     counter = q.new_zeros(1, dtype=torch.int32) if tile.schedule == "dynamic" else None
     sources = (
         *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(k, tile.block_n, block_d)),
         *(_descriptor(v, tile.block_n, block_dv), _descriptor(out, CONSUMER_ROWS, block_dv)),
+        *((_descriptor(q, CONSUMER_ROWS, block_d2), _descriptor(k, tile.block_n, block_d2)) if block_d2 else (None, None)),
     )
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     total = _programs(problem, tiles, problem.heads_q)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
     build = Build(
-        *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_dv),
+        *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv),
         *(problem.band != Band(), problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong),
         *(tile.schedule, *tile.registers(problem.packed)),
     )
@@ -143,7 +144,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     numbers = (
         *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
         *(problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, GUARDED_ROWS),
+        *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v), GUARDED_ROWS),
     )
     tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k)
     programs = _programs(problem, tiles, problem.heads_q)

@@ -77,6 +77,8 @@ _TABLE = {
     64: ("192x128 s2 q2 pingpong static", "192x128 s2 q2 pingpong dynamic g8"),
     # 645 / 630 with one block a tile (static 573); 3 x 64 rows, BN 64: 595 / 548
     128: ("128x128 s2 q1 pingpong static", "128x128 s2 q1 pingpong grid g8"),
+    # not tried before
+    192: ("128x128 s2 q1 pingpong static", "128x128 s2 q1 pingpong grid g8"),
     # 688 / 647 with one block a tile (static 590)
     256: ("128x64 s2 q1 static", "128x64 s2 q1 grid g64"),
 }
@@ -108,13 +110,22 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     return None
 
 
-def padded_dims(problem: Problem) -> tuple[int, int]:
-    """Head dimensions in shared memory, zero-filled: powers of two."""
+def padded_dims(problem: Problem) -> tuple[int, int, int]:
+    """Head dimensions in shared memory, zero-filled, all powers of two: of Q and K in one or two parts (or 0), and of V.
+
+    >>> padded_dims(Problem.parse("b1 h1 q1 d192/128 bf16"))
+    (128, 64, 128)
+    """
     block_d, block_dv = (max(64, 1 << (dim - 1).bit_length()) for dim in (problem.dim_qk, problem.dim_v))
-    return block_d, block_dv
+    rest = problem.dim_qk - block_d // 2
+    if block_d > 64 and rest <= block_d // 4:
+        return block_d // 2, max(16, 1 << (rest - 1).bit_length()), block_dv
+    return block_d, 0, block_dv
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
-    row = _TABLE[max(padded_dims(problem))]
+    first, second, block_dv = padded_dims(problem)
+    size = max(first + second, block_dv)
+    row = next(row for largest, row in _TABLE.items() if size <= largest)
     causal = problem.band == Band(None, 0)
     return (HopperTile.parse(row[causal]),), "the fastest of the kernel's prototype on an H200 at 16k tokens"

@@ -64,6 +64,7 @@ class Build:
 
     Attributes:
         BLOCK_D, BLOCK_DV: head dimensions in shared memory, zero-filled.
+        BLOCK_D2: those of Q and K from `BLOCK_D` on, in tiles of their own, as sizes are powers of two (192 = 128 + 64); or 0.
         BANDED: some keys between the first and the last that a tile sees may be hidden from some of its rows.
         PRESCALE: see the portable kernel.
         STAGES, Q_STAGES: K/V tiles and Q tiles in flight.
@@ -77,6 +78,7 @@ class Build:
     DIM_V: int
     BLOCK_N: int
     BLOCK_D: int
+    BLOCK_D2: int
     BLOCK_DV: int
     BANDED: bool
     PRESCALE: bool
@@ -137,19 +139,23 @@ def _walk(row, len_q, len_k, band, BUILD: gl.constexpr):
 @gluon.jit
 def _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD: gl.constexpr):
     """All that one tile needs. `round` counts Q tiles, `turn` key tiles, over the life of the block."""
-    q_source, k_source, v_source, _o_source = sources
-    q_buffers, k_buffers, v_buffers, _o_buffers = buffers
+    q_source, k_source, v_source, _o_source, q2_source, k2_source = sources
+    q_buffers, k_buffers, v_buffers, _o_buffers, q2_buffers, k2_buffers = buffers
     q_ring, k_ring, v_ring = rings
+    q_parts = (q_buffers, q_source, q2_buffers, q2_source)
+    k_parts = (k_buffers, k_source, k2_buffers, k2_source)
+    v_parts = (v_buffers, v_source, v_buffers, v_source)
+    SECOND: gl.constexpr = BUILD.BLOCK_D if BUILD.BLOCK_D2 > 0 else 0
     row, head, b, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
     if row < len_q:
         start, _full_start, _full_end, turns = _walk(row, len_q, len_k, band, BUILD)
         for c in gl.static_range(BUILD.CONSUMERS):
             first = begin_q + row + c * ROWS
-            fill(q_ring, q_buffers, q_source, b, first, head, round, BUILD.Q_STAGES, c, BUILD.CONSUMERS)
+            fill(q_ring, q_parts, b, first, head, round, BUILD.Q_STAGES, c, BUILD.CONSUMERS, SECOND)
         for j in range(turns):
             col = begin_k + start + (turns - 1 - j) * BUILD.BLOCK_N
-            fill(k_ring, k_buffers, k_source, b, col, head // BUILD.GROUP, turn, BUILD.STAGES)
-            fill(v_ring, v_buffers, v_source, b, col, head // BUILD.GROUP, turn, BUILD.STAGES)
+            fill(k_ring, k_parts, b, col, head // BUILD.GROUP, turn, BUILD.STAGES, 0, 1, SECOND)
+            fill(v_ring, v_parts, b, col, head // BUILD.GROUP, turn, BUILD.STAGES, 0, 1, 0)
             turn += 1
         round += 1
     return round, turn
@@ -223,11 +229,19 @@ def _mask(s, row, col, len_k, shift, band):
 
 
 @gluon.jit
-def _scores(q, k_buffers, turn, BUILD: gl.constexpr):
+def _scores(q_buffers, q_index, buffers, turn, BUILD: gl.constexpr):
     """Q K^T of a key tile, issued but not awaited."""
-    k = k_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BUILD.BLOCK_N, BUILD.BLOCK_D])
+    _q_buffers, k_buffers, _v_buffers, _o_buffers, q2_buffers, k2_buffers = buffers
+    i = buffer_of(turn, BUILD.STAGES)
+    q = q_buffers.index(q_index).reshape([ROWS, BUILD.BLOCK_D])
+    k = k_buffers.index(i).reshape([BUILD.BLOCK_N, BUILD.BLOCK_D])
     zero = gl.zeros([ROWS, BUILD.BLOCK_N], gl.float32, score_layout(BUILD.BLOCK_N))
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if BUILD.BLOCK_D2 > 0:
+        q2 = q2_buffers.index(q_index).reshape([ROWS, BUILD.BLOCK_D2])
+        k2 = k2_buffers.index(i).reshape([BUILD.BLOCK_N, BUILD.BLOCK_D2])
+        s = warpgroup_mma(q2, k2.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -249,15 +263,15 @@ def _weights(p, v_buffers, BUILD: gl.constexpr):
 
 @gluon.jit
 def _step(
-    acc, p, m, l, alpha, q, col, masked, more, turn, row, len_k, shift, band, scale_log2, buffers, rings,
+    acc, p, m, l, alpha, q_index, col, masked, more, turn, row, len_k, shift, band, scale_log2, buffers, rings,
     CONSUMER: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """Softmax of the key tile of `turn`, while P V of the one before runs. `more`: another key tile follows."""
-    _q_buffers, k_buffers, v_buffers, _o_buffers = buffers
+    q_buffers, _k_buffers, v_buffers, _o_buffers, _q2_buffers, _k2_buffers = buffers
     _q_ring, k_ring, v_ring = rings
     if BUILD.PINGPONG:
         take_turn(CONSUMER)
-    s = _scores(q, k_buffers, turn, BUILD)
+    s = _scores(q_buffers, q_index, buffers, turn, BUILD)
     wait_full(v_ring, turn - 1, BUILD.STAGES)
     acc = _scale_rows(acc, opaque(alpha))
     acc = _add_values(p, v_buffers, turn - 1, acc, BUILD)
@@ -283,21 +297,20 @@ def _attend(
     tile, round, turn, work, band, out, scale_log2, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """The rows of one consumer in one tile."""
-    q_buffers, k_buffers, v_buffers, o_buffers = buffers
+    q_buffers, _k_buffers, v_buffers, o_buffers, _q2_buffers, _k2_buffers = buffers
     q_ring, k_ring, v_ring = rings
     tile_row, head, b, begin_q, len_q, _begin_k, len_k = locate(tile, work, BUILD)
     if tile_row < len_q:
         start, full_start, full_end, turns = _walk(tile_row, len_q, len_k, band, BUILD)
         shift = len_k - len_q
         row = tile_row + CONSUMER * ROWS
-        q_buffer = q_buffers.index(buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS))
-        q = q_buffer.reshape([ROWS, BUILD.BLOCK_D])
+        q_index = buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
         wait_full(q_ring, round, BUILD.Q_STAGES, True, CONSUMER, BUILD.CONSUMERS)
 
         wait_full(k_ring, turn, BUILD.STAGES)
         if BUILD.PINGPONG:
             take_turn(CONSUMER)
-        s = _scores(q, k_buffers, turn, BUILD)
+        s = _scores(q_buffers, q_index, buffers, turn, BUILD)
         if BUILD.PINGPONG:
             give_turn(CONSUMER, BUILD.CONSUMERS)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -315,8 +328,8 @@ def _attend(
             col = start + (turns - 1 - j) * BUILD.BLOCK_N
             masked = (col < full_start) | (col >= full_end)
             acc, p, m, l, alpha = _step(
-                acc, p, m, l, alpha, q, col, masked, j + 1 < turns, turn, row, len_k, shift, band, scale_log2, buffers, rings,
-                CONSUMER, BUILD,
+                acc, p, m, l, alpha, q_index, col, masked, j + 1 < turns, turn, row, len_k, shift, band, scale_log2, buffers,
+                rings, CONSUMER, BUILD,
             )  # fmt: skip
             turn += 1
         acc = _scale_rows(acc, alpha)
@@ -328,7 +341,7 @@ def _attend(
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(v_ring, turn - 1, BUILD.STAGES)
         if BUILD.BLOCK_D == BUILD.BLOCK_DV:
-            o_buffer = q_buffer
+            o_buffer = q_buffers.index(q_index)
         else:
             o_buffer = o_buffers.index(CONSUMER)
         _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)
@@ -341,7 +354,7 @@ def _attend(
 def _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD: gl.constexpr):
     """O by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
     _cu_q, _cu_k, _batch, heads, _tiles, _members, total_q, _total_k = work
-    _q_source, _k_source, _v_source, o_source = sources
+    _q_source, _k_source, _v_source, o_source, _q2_source, _k2_source = sources
     o_ptr, lse_ptr, suspect_ptr = out
     rows = row + gl.arange(0, ROWS, layout=row_layout(acc.type.layout))
     inside = rows < len_q
@@ -404,6 +417,7 @@ def _consumer(
 @gluon.jit
 def forward_kernel(
     q_source, k_source, v_source, o_source,  # descriptors of [B, T, H, D], a packed tensor with B = 1
+    q2_source, k2_source,  # for dimensions from BLOCK_D on; None: there are none
     o_ptr,  # packed: [T, H, DIM_V]; None: dense
     lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
     suspect_ptr,  # int8, as lse
@@ -418,6 +432,15 @@ def forward_kernel(
     q_buffers = gl.allocate_shared_memory(dtype, q_shape, q_source.layout)
     k_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BUILD.BLOCK_N, 1, BUILD.BLOCK_D], k_source.layout)
     v_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BUILD.BLOCK_N, 1, BUILD.BLOCK_DV], v_source.layout)
+    q2_buffers = q_buffers
+    k2_buffers = k_buffers
+    if BUILD.BLOCK_D2 > 0:
+        q2_shape: gl.constexpr = [BUILD.Q_STAGES * BUILD.CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_D2]
+        q2_buffers = gl.allocate_shared_memory(dtype, q2_shape, q2_source.layout)
+        k2_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BUILD.BLOCK_N, 1, BUILD.BLOCK_D2], k2_source.layout)
+    else:
+        q2_source = q_source
+        k2_source = k_source
     o_buffers = q_buffers  # O takes the place of Q where it fits
     if BUILD.BLOCK_D != BUILD.BLOCK_DV:
         o_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_DV], o_source.layout)
@@ -439,8 +462,8 @@ def forward_kernel(
     fence_async_shared()
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     out = (o_ptr, lse_ptr, suspect_ptr)
-    sources = (q_source, k_source, v_source, o_source)
-    buffers = (q_buffers, k_buffers, v_buffers, o_buffers)
+    sources = (q_source, k_source, v_source, o_source, q2_source, k2_source)
+    buffers = (q_buffers, k_buffers, v_buffers, o_buffers, q2_buffers, k2_buffers)
     rings = (q_ring, k_ring, v_ring)
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     if BUILD.CONSUMERS == 1:

@@ -41,14 +41,23 @@ def phase_of(turn, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(
-    ring, buffers, source, b, row, head, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr = 0, MEMBERS: gl.constexpr = 1
+    ring, parts, b, row, head, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr, MEMBERS: gl.constexpr, SECOND: gl.constexpr
 ):  # fmt: skip
-    """Producer: when the buffer is empty, load rows from `row` on of one head into it."""
+    """Producer: when the buffer is empty, load rows from `row` on of one head into it.
+
+    `parts` are buffers and source, and those of the dimensions from `SECOND` on; 0: there are none.
+    """
     full, empty = ring
+    buffers, source, second_buffers, second_source = parts
     i = buffer_of(turn, STAGES, MEMBER, MEMBERS)
     mbarrier.wait(empty.index(i), phase_of(turn, STAGES) ^ 1)
-    mbarrier.expect(full.index(i), source.block_type.nbytes)
-    tma_load(source, [b, row, head, 0], full.index(i), buffers.index(i))
+    if SECOND > 0:
+        mbarrier.expect(full.index(i), source.block_type.nbytes + second_source.block_type.nbytes)
+        tma_load(source, [b, row, head, 0], full.index(i), buffers.index(i))
+        tma_load(second_source, [b, row, head, SECOND], full.index(i), second_buffers.index(i))
+    else:
+        mbarrier.expect(full.index(i), source.block_type.nbytes)
+        tma_load(source, [b, row, head, 0], full.index(i), buffers.index(i))
 
 
 @gluon.jit
