@@ -10,7 +10,7 @@ H200 = Device.named("H200")
 DENSE = Problem.parse("b2 h8/2 q512 k512 d128 bf16 causal")
 
 
-@pytest.mark.parametrize("text", ["128x128 s2 q1 pingpong static", "192x64 s3 q2 dynamic g32", "64x32 s2 q1 grid"])
+@pytest.mark.parametrize("text", ["128x128 s2 q1 pingpong static", "192x64 s3 q2 dynamic g32", "64x32 s2 q1 lazy grid"])
 def test_tile_spelling(text):
     assert str(HopperTile.parse(text)) == text
     assert str(Plan.parse(f"hopper[{text}]")) == f"hopper[{text}]"

@@ -18,6 +18,7 @@ import simulate
 from rowmax.plan.hopper import HopperTile
 
 STATIC, DYNAMIC, GRID = "128x32 s2 q1 pingpong static", "128x32 s2 q2 pingpong dynamic g1", "128x64 s3 q1 grid g1"
+LAZY = "128x32 s2 q1 pingpong lazy static"
 THREE, ONE = "192x64 s2 q2 pingpong static", "64x32 s2 q1 static"
 
 CASES = [
@@ -32,6 +33,8 @@ CASES = [
     ("b1 h1 q200 k200 d64 bf16 window(inf,5)", THREE),
     ("b1 h1 q200 k300 d64 bf16 window(0,0)", ONE),
     ("b1 h2 q1 k1 d64 bf16", STATIC),
+    ("b1 h2 q200 k300 d64 fp16 causal", LAZY),
+    ("b1 h2 q300 k300 d64 bf16 window(40,0)", LAZY),
     ("b1 h2 q5 k500 d64 bf16 causal", DYNAMIC),
     ("b1 h2 q100 k130 d72/40 bf16 causal", GRID),
     ("b1 h2 q100 k100 d192/128 bf16", STATIC),
@@ -64,7 +67,7 @@ def test_a_simulated_kernel_is_right(text, tile, late):
 
 @pytest.mark.parametrize("kind", ["probe", "spiky", "v_onehot", "constant(133120)", "shift(-245000)"])
 def test_operands_that_show_one_mistake(kind):
-    for text, tile in (("b1 h2/1 q150 k200 d64 bf16 causal", STATIC), ("b3 h2 q200 k200 d64 bf16 packed window(9,3)", DYNAMIC)):
+    for text, tile in (("b1 h2/1 q150 k200 d64 bf16 causal", LAZY), ("b3 h2 q200 k200 d64 bf16 packed window(9,3)", DYNAMIC)):
         problem = Problem.parse(text)
         report, _ = run(problem, testing.operands(problem, kind), tile)
         assert report.ok, str(report)
@@ -169,7 +172,7 @@ MUTANTS = {
     "V released twice": (WAIT_ACC + FREE_V + "    return", WAIT_ACC + FREE_V * 2 + "    return", CAUSAL, STATIC),
     "the second part from the start": ("[b, row, head, SECOND]", "[b, row, head, 0]", SPLIT, STATIC),
     "no wait for K": ("    wait_full(k_ring, turn + 1, BUILD.STAGES, more)\n", "", CAUSAL, STATIC),
-    "no wait for V": ("    wait_full(v_ring, turn - 1, BUILD.STAGES)\n    acc = _scale", "    acc = _scale", CAUSAL, STATIC),
+    "no wait for V": ("    wait_full(v_ring, turn - 1, BUILD.STAGES)\n    if BUILD", "    if BUILD", CAUSAL, STATIC),
     "no wait for Q": (WAIT_Q, "", CAUSAL, STATIC),
     "S awaited too late": (WAIT_S, WAIT_S.replace("1", "2"), CAUSAL, STATIC),
     "no empty buffer awaited": ("    mbarrier.wait(empty.index(i), " + TO_FILL, "    if SECOND", CAUSAL, STATIC),
@@ -183,7 +186,8 @@ MUTANTS = {
     "a number kept": ("    release(ring, turn, STAGES)\n    return number", "    return number", CAUSAL, DYNAMIC),
     "a tile skipped": ('sem="relaxed") + gl.num', 'sem="relaxed") + 1 + gl.num', CAUSAL, DYNAMIC),
     "a number overwritten": (TO_FILL.replace("if SECOND", "numbers"), "0)\n    numbers", CAUSAL, DYNAMIC),
-    "accumulator not scaled": ("    acc = _scale_rows(acc, opaque(alpha))\n", "", CAUSAL, STATIC),
+    "accumulator not scaled": ("_scale_rows(acc, opaque(alpha))", "acc + 0", CAUSAL, STATIC),
+    "a lazy maximum scales all the same": ("gl.where(m_new == m, 1.0, alpha)", "alpha * 0.5", CAUSAL, LAZY),
     "accumulator not scaled at the end": ("        acc = _scale_rows(acc, alpha)\n", "", CAUSAL, STATIC, "shift(-60)"),
     "row sum not scaled": ("l * gl.expand_dims(own, 1) + _thread", "l + _thread", CAUSAL, STATIC),
     "diagonal off by one": ("row + (shift + band.right + 1)", "row + (shift + band.right + 2)", CAUSAL, STATIC, "probe"),

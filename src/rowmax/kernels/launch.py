@@ -130,7 +130,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
     build = Build(
         *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv),
-        *(problem.band != Band(), problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong),
+        *(problem.band != Band(), problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong, tile.lazy),
         *(tile.schedule, *tile.registers(problem.packed)),
     )
     numbers: tuple = (

@@ -19,6 +19,7 @@ from rowmax.problem import Problem
 
 ROWS = 64  # of a consumer
 SCHEDULES = ("grid", "static", "dynamic")
+WORDS = ("pingpong", "lazy", *SCHEDULES)
 UNMEASURED = "not measured yet: ask for it with plan='hopper'"
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
@@ -31,12 +32,14 @@ class HopperTile(Tile):
         stages: K/V tiles in flight.
         q_stages: Q tiles in flight; with 2 the next one is fetched while this one is computed.
         pingpong: consumers issue their products in turn.
+        lazy: the accumulator is scaled only where a maximum has grown by 2^8 and more.
         schedule: "grid", one block a tile; "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
         group_mb: heads are computed in groups whose K/V take this much of the L2 cache; 0: one head after another.
     """
 
     q_stages: int = 1
     pingpong: bool = False
+    lazy: bool = False
     schedule: str = "grid"
     group_mb: int = 0
 
@@ -51,7 +54,13 @@ class HopperTile(Tile):
         return (232, 40) if packed else (240, 24)  # the producer of packed sequences spills with 24
 
     def __str__(self) -> str:
-        words = [f"{self.block_m}x{self.block_n}", f"s{self.stages}", f"q{self.q_stages}", *["pingpong"] * self.pingpong]
+        words = [
+            f"{self.block_m}x{self.block_n}",
+            f"s{self.stages}",
+            f"q{self.q_stages}",
+            *["pingpong"] * self.pingpong,
+            *["lazy"] * self.lazy,
+        ]
         return " ".join([*words, self.schedule, *[f"g{self.group_mb}"] * (self.group_mb > 0)])
 
     @classmethod
@@ -61,14 +70,14 @@ class HopperTile(Tile):
         block_m, block_n = map(int, size.split("x"))
         number = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[sqg]\d+", word)}
         schedule = next((word for word in words if word in SCHEDULES), "grid")
-        unknown = [word for word in words if not re.fullmatch(r"[sqg]\d+", word) and word not in ("pingpong", *SCHEDULES)]
+        unknown = [word for word in words if not re.fullmatch(r"[sqg]\d+", word) and word not in WORDS]
         if unknown or block_m not in (64, 128, 192) or block_n < 16 or block_n & (block_n - 1):
             raise ValueError(
                 f"'{text}' is no tile of this kernel; an example: '128x128 s2 q1 pingpong static g32': 64, 128 or 192 rows, "
                 f"a power of two of columns, and of {', '.join(SCHEDULES)} one"
             )
         stages, q_stages, group_mb = number.get("s", 2), number.get("q", 1), number.get("g", 0)
-        return cls(block_m, block_n, 4, stages, False, q_stages, "pingpong" in words, schedule, group_mb)
+        return cls(block_m, block_n, 4, stages, False, q_stages, "pingpong" in words, "lazy" in words, schedule, group_mb)
 
 
 # Largest padded head dimension -> tile for a full mask or a window, and for a causal one.

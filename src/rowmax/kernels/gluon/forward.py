@@ -38,7 +38,7 @@ from rowmax.kernels.gluon.layouts import (
     score_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import opaque, store_wait, tma_store
+from rowmax.kernels.gluon.names import opaque, scale_unless_one, store_wait, tma_store
 from rowmax.kernels.gluon.ring import (
     begin_turns,
     buffer_of,
@@ -68,6 +68,7 @@ class Build:
         BANDED: some keys between the first and the last that a tile sees may be hidden from some of its rows.
         PRESCALE: see the portable kernel.
         STAGES, Q_STAGES: K/V tiles and Q tiles in flight.
+        LAZY: a maximum that grows by less than 2^8 stays, so that most turns leave the accumulator as it is.
         SCHEDULE: "grid", one block a tile; "static", block i takes tiles i, i + blocks, ...; "dynamic", the next one when free.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
@@ -86,6 +87,7 @@ class Build:
     Q_STAGES: int
     CONSUMERS: int
     PINGPONG: bool
+    LAZY: bool
     SCHEDULE: str
     REGISTERS: int
     PRODUCER_REGISTERS: int
@@ -193,11 +195,13 @@ def _thread_sum(p):
 
 
 @gluon.jit
-def online_step(s, m, l, scale_log2, FIRST: gl.constexpr, EMPTY: gl.constexpr):
+def online_step(s, m, l, scale_log2, FIRST: gl.constexpr, EMPTY: gl.constexpr, LAZY: gl.constexpr):
     """`tile_ops.online_step` with l `[M, 4]`, summed over the row only at the end. `EMPTY`: a row may have seen nothing yet."""
     m_new = gl.max(s, 1)
     if not FIRST:
         m_new = gl.maximum(m, m_new)
+        if LAZY:
+            m_new = gl.where((m_new - m) * scale_log2 <= 8.0, m, m_new)
     pivot = m_new * scale_log2
     if EMPTY:
         pivot = gl.where(m_new == float("-inf"), 0.0, pivot)
@@ -206,6 +210,8 @@ def online_step(s, m, l, scale_log2, FIRST: gl.constexpr, EMPTY: gl.constexpr):
         return p, m_new, _thread_sum(p), gl.full(m_new.shape, 1.0, gl.float32, m_new.type.layout)
     else:
         alpha = gl.exp2(m * scale_log2 - pivot)
+        if LAZY:
+            alpha = gl.where(m_new == m, 1.0, alpha)
         own = gl.convert_layout(alpha, row_layout(l.type.layout))
         return p, m_new, l * gl.expand_dims(own, 1) + _thread_sum(p), alpha
 
@@ -273,7 +279,12 @@ def _step(
         take_turn(CONSUMER)
     s = _scores(q_buffers, q_index, buffers, turn, BUILD)
     wait_full(v_ring, turn - 1, BUILD.STAGES)
-    acc = _scale_rows(acc, opaque(alpha))
+    if BUILD.LAZY:
+        factor = gl.expand_dims(gl.convert_layout(alpha, row_layout(acc.type.layout)), 1)
+        acc, factor = gl.broadcast(acc, factor)
+        acc = scale_unless_one(acc, factor, BUILD.BLOCK_DV // 2)
+    else:
+        acc = _scale_rows(acc, opaque(alpha))
     acc = _add_values(p, v_buffers, turn - 1, acc, BUILD)
     if BUILD.PINGPONG:
         give_turn(CONSUMER, BUILD.CONSUMERS)
@@ -284,7 +295,7 @@ def _step(
     if BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
         if masked:
             s = _mask(s, row, col, len_k, shift, band)
-    p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE else scale_log2, False, BUILD.BANDED)
+    p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE else scale_log2, False, BUILD.BANDED, BUILD.LAZY)
     p = _weights(p, v_buffers, BUILD)
     wait_full(k_ring, turn + 1, BUILD.STAGES, more)
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -319,7 +330,7 @@ def _attend(
             s = s * scale_log2
         s = _mask(s, row, start + (turns - 1) * BUILD.BLOCK_N, len_k, shift, band)
         m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(score_layout(BUILD.BLOCK_N)))
-        p, m, l, alpha = online_step(s, m, m, 1.0 if BUILD.PRESCALE else scale_log2, True, True)
+        p, m, l, alpha = online_step(s, m, m, 1.0 if BUILD.PRESCALE else scale_log2, True, True, False)
         p = _weights(p, v_buffers, BUILD)
         acc = gl.zeros([ROWS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
         turn += 1

@@ -26,3 +26,25 @@ def opaque(x, _semantic=None, _generator=None):
     """x, through a shuffle with itself, which ptxas does not move to another basic block: what needs x stays below it."""
     code = "{ .reg .u32 lane; mov.u32 lane, %laneid; shfl.sync.idx.b32 $0, $1, lane, 31, 0xffffffff; }"
     return gl.inline_asm_elementwise(code, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1, _semantic=_semantic)
+
+
+@_core.builtin
+def scale_unless_one(acc, factor, count, _semantic=None, _generator=None):
+    """`acc * factor`, of one shape, skipped by a warp whose factors are all 1. `count`: elements of a thread.
+
+    A thread holds two rows of an accumulator, elements 0 and 1, 4 and 5, ... of one and the others of the other.
+    """
+    count = _core._unwrap_if_constexpr(count)
+    lines = [
+        "{ .reg .pred here, other;",
+        f"setp.neu.f32 here, ${2 * count}, 0f3F800000;",
+        f"setp.neu.f32 other, ${2 * count + 2}, 0f3F800000;",
+        "or.pred here, here, other;",
+        "vote.sync.any.pred here, here, 0xffffffff;",
+        "@!here bra UNCHANGED_${:uid};",
+        *(f"mul.f32 ${i}, ${count + i}, ${2 * count + i % 4};" for i in range(count)),
+        "UNCHANGED_${:uid}: }",
+    ]
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+    options = {"dtype": gl.float32, "is_pure": True, "pack": count, "_semantic": _semantic}
+    return gl.inline_asm_elementwise("\n".join(lines), constraints, [acc, factor], **options)
