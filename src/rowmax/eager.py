@@ -6,7 +6,7 @@ call waits for. They depend on everything about a call but the addresses and con
 
 import torch
 
-from rowmax.ops import forward_below_autograd, kernels, plan_forward
+from rowmax.ops import ON_CPU, forward_below_autograd, kernels, plan_forward
 
 MOST = 4096  # a key holds lengths, and a server may meet any number of them
 _prepared: dict = {}  # form of a call -> its launch; None: no kernel of ours runs it
@@ -29,7 +29,7 @@ def forward_without_gradient(need_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *num
     launch = _prepared.get(form, False)
     if launch is False:
         problem, _, plan = plan_forward(*operands, *numbers)
-        launch = kernels().Forward(problem, plan, need_lse) if plan.algorithm == "q_outer" else None
+        launch = kernels().Forward(problem, plan, need_lse) if plan.algorithm not in ON_CPU else None
         if len(_prepared) >= MOST:
             _prepared.clear()
         _prepared[form] = launch

@@ -19,6 +19,7 @@ from rowmax.plan import plan
 from rowmax.problem import Operands, Problem, aligned
 
 _LIBRARY = torch.library.Library("rowmax", "DEF")
+ON_CPU = ("aten", "tiled")  # algorithms that `rowmax.cpu` runs; the others are kernels
 
 # What describes a call; both operators take it last, in this order (`_CALL` arguments).
 _SCHEMA = (
@@ -58,7 +59,7 @@ def plan_forward(*call):
 
 def _forward(need_lse, *call):
     problem, operands, chosen = plan_forward(*call)
-    if chosen.algorithm == "q_outer":
+    if chosen.algorithm not in ON_CPU:
         out, lse = kernels().Forward(problem, chosen, need_lse)(*operands)
         return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
     with _own_precision():
@@ -72,7 +73,7 @@ def _backward(needs, grad_out, grad_lse, out, lse, *call):
         grad_out = grad_out.contiguous()
     rows_aligned = q.is_cpu or aligned(q, k, v, grad_out)
     chosen = plan(problem, Device.of(q), direction="backward", prefer=call[-1], aligned=rows_aligned)
-    if chosen.algorithm == "q_outer":
+    if chosen.algorithm not in ON_CPU:
         return kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
     with _own_precision():
         return cpu.backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)

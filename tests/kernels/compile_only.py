@@ -9,36 +9,16 @@ Runs in a process of its own, because Triton decides at import whether it interp
 import collections
 import json
 import random
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
+from machine_code import compiled, instructions, source
 
 from rowmax import Device, Problem, plan
 from rowmax.kernels import launch
 from rowmax.problem import Operands
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTIONS = ("HGMMA", "HMMA", "STL", "LDL", "UTMALDG", "MUFU")
-
-
-def source(call, capability: tuple[int, int]):
-    """`(source, target, options)` of a `launch.*_call`, specialised as a launch on that GPU would."""
-    kernel, tile = call.kernel, call.tile
-    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "debug": False}
-    bound, specialization, extra = binder(*call.tensors, *call.numbers, **options)
-    settings, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, extra)
-    return ASTSource(kernel, signature, constants, attributes), target, settings.__dict__
 
 
 def calls(problem: Problem, device: Device, direction: str):
@@ -67,52 +47,10 @@ def calls(problem: Problem, device: Device, direction: str):
     return found
 
 
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", re.MULTILINE)
-
-
-def unwritten(listing: str) -> list[str]:
-    """Instructions of a disassembly that read a uniform register which none before them, from the top, writes.
-
-    ptxas 12.8 emits such code for some kernels: a tensor core then reads its operand at a random address in shared memory.
-    """
-    written, found = set(), []
-    for name, operands in INSTRUCTION.findall(listing):
-        target, *sources = (operand.strip() for operand in operands.split(","))
-        writes = re.fullmatch(r"UR(\d+)", target)
-        for source in sources if writes else [target, *sources]:
-            for register in map(int, re.findall(r"\bUR(\d+)", source)):
-                # HGMMA takes four for its descriptors: of A, unused where A is in registers, then of B.
-                read = {register + 2, register + 3} if name.startswith("HGMMA") else {register}
-                if not read <= written:
-                    found.append(f"{name} {operands}")
-                    written |= read
-        if writes:
-            register = int(writes[1])
-            written |= {register, register + 1} if ".64" in name or "WIDE" in name else {register}
-    return found
-
-
 def facts(name: str, call, device: Device) -> dict:
-    built, target, options = source(call, device.capability)
-    compiled = triton.compile(built, target=target, options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
-        listing = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, _, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage.stdout).groups())
-    mnemonics = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", listing, re.MULTILINE)
-    counts = collections.Counter(mnemonics)
-    return {
-        "kernel": name,
-        "tile": str(call.tile),
-        "registers": registers,
-        "stack": stack,
-        "local": local,
-        "shared": compiled.metadata.shared,
-        "unwritten": unwritten(listing),
-        **{word: counts[word] for word in INSTRUCTIONS},
-    }
+    needs, listing = compiled(call, device.capability)
+    counts = collections.Counter(mnemonic.split(".")[0] for _, mnemonic, _ in instructions(listing)[0])
+    return {"kernel": name, "tile": str(call.tile), **needs, **{word: counts[word] for word in INSTRUCTIONS}}
 
 
 def builds() -> dict:

@@ -156,7 +156,7 @@ WAIT_FIRST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 WAIT_ACC = "    acc = warpgroup_mma_wait(0, deps=[acc])\n"
 FREE_K, FREE_V = "    release(k_ring, turn, BUILD.STAGES)\n", "    release(v_ring, turn - 1, BUILD.STAGES)\n"
 FREE_Q = "        release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)\n"
-STORE = "        _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)\n"
+STORE = "        _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)\n"
 TO_FILL = "phase_of(turn, STAGES) ^ 1)\n    if SECOND"
 
 # name -> (text, replacement, problem, tile, kind of operands)
@@ -199,7 +199,7 @@ MUTANTS = {
     "heads of a small last group": ("gl.minimum(members, every", "gl.maximum(members, 0 * every", MANY_KEYS, DYNAMIC),
     "a store into the next sequence": ("if row + ROWS <= len_q:", "if row < len_q:", PACKED, GRID),
     "K of another sequence": ("begin_k + start + (", "start + (", PACKED, GRID),
-    "NaN not noticed": ("    bad = bad | (nothing != nothing)\n", "", NAN, GRID, "nan(v)"),
+    "NaN not noticed": ("gl.where(acc != acc, 1, 0)", "gl.where(acc != acc, 0, 0)", NAN, GRID, "nan(v)"),
     "LSE in base 2": ("gl.log2(l_safe)) * 0.6931471805599453", "gl.log2(l_safe))", CAUSAL, STATIC),
 }  # fmt: skip
 

@@ -355,24 +355,23 @@ def _attend(
             o_buffer = q_buffers.index(q_index)
         else:
             o_buffer = o_buffers.index(CONSUMER)
-        _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)
+        _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)
         release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
         round += 1
     return round, turn
 
 
 @gluon.jit
-def _store(acc, inverse, lse, m, l, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD: gl.constexpr):
+def _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD: gl.constexpr):
     """O by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
     _cu_q, _cu_k, _batch, heads, _tiles, _members, total_q, _total_k = work
     _q_source, _k_source, _v_source, o_source, _q2_source, _k2_source = sources
     o_ptr, lse_ptr, suspect_ptr = out
     rows = row + gl.arange(0, ROWS, layout=row_layout(acc.type.layout))
     inside = rows < len_q
-    # A maximum beyond 2^30 may differ from its own rounded product with the scale by more than the exponential can bridge.
-    bad = ((l == 0.0) & (m > float("-inf"))) | (gl.abs(l) == float("inf")) | (l != l)
-    nothing = gl.sum(acc * 0.0, 1)  # NaN if an element is not finite
-    bad = bad | (nothing != nothing)
+    bad = gl.sum(gl.where(acc != acc, 1, 0), 1) > 0
+    if not BUILD.PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
+        bad = bad | ((gl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf")))
     line = (b.to(gl.int64) * heads + head) * total_q + begin_q
     gl.store(suspect_ptr + line + rows, bad.to(gl.int8), mask=inside)
     if BUILD.NEED_LSE:
