@@ -115,6 +115,8 @@ def _cases() -> list[Case]:
         "constant",
     ):
         add("many keys", "b1 h4/2 q600 k600 d64 bf16 causal", kind)
+    for kind in ("v_outlier(10)", "v_outlier(100)"):
+        add("many keys", "b1 h4 q1024 k1024 d64 bf16", kind)
     add("many keys", "b1 h2 q300 k800 d128 bf16", "normal", "v_onehot", "probe")
     add("many keys", "b2 h2 q700 k700 d64 bf16 window(600,0)", "normal", "probe")
     add("many keys", "b3 h2 q1700 k1700 d32 bf16 packed causal", "normal", "v_onehot")

@@ -14,7 +14,7 @@ PACKAGE = Path(rowmax.__file__).parent
 
 # The first part of a module's name inside the package -> what it may import from the package, at the top of the file.
 # A leading "*" stands for everything public: what a user of the package may import.
-PUBLIC = {"api", "device", "errors", "mask", "plan", "problem", "__init__"}
+PUBLIC = {"api", "reference", "device", "errors", "mask", "plan", "problem", "__init__"}
 ALLOWED = {
     "mask": set(),
     "numerics": set(),

@@ -1,5 +1,6 @@
 """rowmax: exact attention for PyTorch in pure Python, as fast as the chip allows, and it tells you why."""
 
+from rowmax import reference
 from rowmax.api import attention, attention_varlen, merge
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
@@ -19,4 +20,5 @@ __all__ = [
     "attention_varlen",
     "merge",
     "plan",
+    "reference",
 ]

@@ -10,6 +10,7 @@ from rowmax.ops import FORWARD, in_forward_mode
 from rowmax.plan import Plan
 
 Window = tuple[Optional[int], Optional[int]]
+_NO_LIMIT = 2**31 - 1  # no tensor has so many tokens
 
 
 def attention(
@@ -144,6 +145,9 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
+        if flag is not True and flag is not False:
+            raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
     left, right = _band(causal, window)
     device = q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -172,6 +176,7 @@ def _band(causal: bool, window: Optional[Window]):
             raise ProblemError(f"window must be a pair (left, right) of integers or None; got {window!r}.")
     if causal and right is not None and right < 0:
         raise ProblemError(f"window must be None for no limit or a distance of at least 0 on each side; got {window!r}.")
+    left, right = (None if type(side) is int and side >= _NO_LIMIT else side for side in (left, right))
     return left, (0 if causal else right)
 
 
@@ -187,4 +192,7 @@ def _number(name: str, value) -> float:
         raise ProblemError(
             f"{name} must be a Python number or None; got {type(value).__name__}. For a tensor, call .item() once."
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ProblemError(f"{name} must be a finite number, at most 1e38 in size; got an integer beyond any float.") from None

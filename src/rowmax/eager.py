@@ -18,7 +18,7 @@ _USUAL_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).raw_re
 def forward_without_gradient(need_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers):
     """`rowmax::forward` when no input needs a gradient. `numbers` are its other arguments, in order."""
     operands = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    if _somebody_listens(q, k, v) or (cu_seqlens_q is not None and cu_seqlens_q.is_cpu):  # values on the CPU are checked
+    if _somebody_listens(q, k, v) or not _plain_lengths(cu_seqlens_q, cu_seqlens_k):
         return forward_below_autograd(need_lse, *operands, *numbers)
     form = (
         *(need_lse, numbers, None if cu_seqlens_q is None else (_form(cu_seqlens_q), _form(cu_seqlens_k))),
@@ -36,10 +36,19 @@ def forward_without_gradient(need_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *num
     return forward_below_autograd(need_lse, *operands, *numbers) if launch is None else launch(*operands)
 
 
+def _plain_lengths(cu_seqlens_q, cu_seqlens_k) -> bool:
+    """Are they absent, or as the kernels read them? Values on the CPU are checked by the operator."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return cu_seqlens_q is cu_seqlens_k
+    return all(type(cu) in _PLAIN and not cu.is_cpu and cu.is_contiguous() for cu in (cu_seqlens_q, cu_seqlens_k))
+
+
 def _somebody_listens(q, k, v) -> bool:
-    """Does a tensor subclass, a dispatch mode, a functorch transform, a trace or the profiler want to see the operator?"""
+    """Does a tensor subclass, a dispatch mode, a functorch transform, a trace or the profiler want to see the operator, or has
+    a tensor no memory of its own to read (meta) or one to be read with the other sign?"""
     return (
         not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        or (q.is_meta or q.is_neg() or k.is_neg() or v.is_neg())
         or torch._C._dispatch_tls_local_include_set().raw_repr() | _VIEWS != _USUAL_KEYS
         or torch._C._len_torch_function_stack() > 0
         or torch.autograd._profiler_enabled()

@@ -37,6 +37,8 @@ BACKWARD = torch.ops.rowmax.backward.default
 
 
 def _describe(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _plan):
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:  # kernels read them without strides
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
     problem = Problem.describe(
         operands,

@@ -22,6 +22,7 @@ from rowmax.mask import Band
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIN_DIM, MAX_DIM = 1, 256
+MAX_SCALE = 1e38  # times log2(e) it is still a finite fp32 number
 
 
 class Operands(NamedTuple):
@@ -89,8 +90,8 @@ class Problem:
         for name, dim in (("dim_qk", self.dim_qk), ("dim_v", self.dim_v)):
             if not MIN_DIM <= dim <= MAX_DIM:
                 raise ProblemError(f"{name} must be in {MIN_DIM}..{MAX_DIM}; got {dim} with heads_q={self.heads_q}.")
-        if not math.isfinite(self.scale):
-            raise ProblemError(f"scale must be a finite number; got {self.scale}.")
+        if not abs(self.scale) <= MAX_SCALE:
+            raise ProblemError(f"scale must be a finite number, at most {MAX_SCALE:g} in size; got {self.scale}.")
         if self.dtype not in DTYPE_NAMES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
 
@@ -100,6 +101,9 @@ class Problem:
             known = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
             object.__setattr__(self, "_hash", known)
         return known
+
+    def __getstate__(self) -> dict:  # hashes of dtypes differ between processes
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
     def group(self) -> int:
@@ -153,7 +157,13 @@ class Problem:
         for word in text.split():
             for pattern, read in _WORDS:
                 if match := re.fullmatch(pattern, word):
-                    found.update(read(match))
+                    for name, value in read(match).items():
+                        other = found.get(name)
+                        if isinstance(value, Band) and isinstance(other, Band) and Band(None, 0) in (value, other):
+                            value = Band(other.left if value.left is None else value.left, 0)
+                        elif name in found:
+                            raise ProblemError(f"'{word}' gives {name} a second time in '{text}'.")
+                        found[name] = value
                     break
             else:
                 raise ProblemError(
@@ -265,8 +275,11 @@ def _describe(cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, 
                 f"window ({name} side) must be None for no limit or a distance of at least 0; got {value}. "
                 "A window of w keys that ends at the query itself is window=(w - 1, 0)."
             )
-    if scale is not None and not math.isfinite(scale):
-        raise ProblemError(f"scale must be a finite number, or None for 1/sqrt(dim_qk); got {scale} with {shapes}.")
+    if scale is not None and not abs(scale) <= MAX_SCALE:
+        raise ProblemError(
+            f"scale must be a finite number, at most {MAX_SCALE:g} in size, or None for 1/sqrt(dim_qk); got {scale} with "
+            f"{shapes}."
+        )
     for name, value in (("max_seqlen_q", max_len_q), ("max_seqlen_k", max_len_k)):
         if value is not None and value < 0:
             raise ProblemError(f"{name} must be at least 0; got {value}.")
@@ -353,7 +366,7 @@ def _check_cu_seqlens(operands: Operands) -> None:
             )
         if cu.device != q.device:
             raise ProblemError(f"{name} is on {cu.device} and q on {q.device}; move it with .to(q.device).")
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling() and type(cu) is torch.Tensor:
+        if cu.device.type == "cpu" and not torch.compiler.is_compiling() and type(cu) in (torch.Tensor, torch.nn.Parameter):
             _check_cu_values(name, cu, tensor)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ProblemError(

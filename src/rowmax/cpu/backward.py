@@ -96,7 +96,7 @@ class _Chunk:
         if blocks and self.geometry.len_q >= half_scores.FEWEST_ROWS:
             k_ones = fold_contiguous(k, k.dtype, "k_ones", self._scratch, 1.0, 1.0)
             half = half_scores.BackwardWeights(self.q, k_ones, self.lse_log2, self.scale)
-            if half.invisible(self.do, blocks, self._scratch):
+            if half_scores.even(self.do) and half.invisible(self.do, blocks, self._scratch):
                 self._half, self._attempts, self.unit = half, half_scores.ATTEMPTS, half.unit
 
     def weights(self, block: RowBlock, cols: slice, width: int, scratch: Scratch):
@@ -164,5 +164,6 @@ def aten(problem, operands, out, lse, grad_out, needs):
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grads = run(do, q, k, v, o, lse, 0.0, problem.band.right == 0, scale=problem.scale)
     return tuple(
-        grad.transpose(1, 2).contiguous() if need else grad.new_empty(0) for grad, need in zip(grads, needs, strict=True)
+        grad.transpose(1, 2).clone(memory_format=torch.contiguous_format) if need else grad.new_empty(0)
+        for grad, need in zip(grads, needs, strict=True)
     )

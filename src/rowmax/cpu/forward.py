@@ -55,7 +55,11 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded):
         k_part, v_part = (fold_contiguous(t[part], matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
         wide = None  # k in the type that scores are computed in
         attempts = 0.0
-        if eligible and half_scores.invisible_forward(q_part, k_part, v_part, problem.scale, eligible, scratch):
+        if (
+            eligible
+            and half_scores.even(v_part)
+            and half_scores.invisible_forward(q_part, k_part, v_part, problem.scale, eligible, scratch)
+        ):
             attempts = half_scores.ATTEMPTS
         for block in blocks:
             rows = slice(block.row, block.row + block.rows)
@@ -121,5 +125,5 @@ def aten(problem, operands, need_lse):
     q, k, v = (t.transpose(1, 2) for t in operands[:3])
     causal = problem.band.right == 0
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=problem.scale)
-    out = out.transpose(1, 2).contiguous()
+    out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # a view could not be changed in place later
     return out, lse.contiguous() if need_lse else lse.new_empty(0)

@@ -6,6 +6,7 @@ where one weight decides a result, and where values (a one-hot V, the gradient o
 the work,
 
  - `bounded`: |scale| max|q| max|k| <= 2.5 sqrt(D): scores in all directions have a standard deviation of at most about 2.5;
+ - `even`, for each chunk of heads: no value (backward: no element of dO) is above 6 times their root mean square;
  - `invisible`, for each chunk of heads: for a sample of rows (backward: of keys) the error of the result is at most u times
    the terms that it is made of, where the acceptance rule allows 2 u; computed from the operands themselves. Normal operands
    stay below 0.7, one-hot values come out above 1.8;
@@ -59,6 +60,16 @@ def _largest_norm(t) -> float:
     """Over the finite values, so that a hidden NaN does not change how the rows that do not see it are computed."""
     largest = float(torch.linalg.vector_norm(t, dim=-1).amax())
     return largest if math.isfinite(largest) else float(torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0), dim=-1).amax())
+
+
+def even(values) -> bool:
+    """Is no element of values `[n, ..., D]` far above the others of its head? The error of a small weight shows where it meets
+    a large value. Normal numbers stay below 5 times their root mean square."""
+    dims = tuple(range(1, values.dim()))
+    size = max(values[0].numel(), 1) if values.shape[0] else 1
+    most = torch.linalg.vector_norm(values, ord=math.inf, dim=dims, dtype=torch.float32)
+    mean = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32) / size**0.5
+    return bool((most <= 6 * mean).all())
 
 
 def spread(p, unit: float = 1.0) -> bool:

@@ -67,7 +67,8 @@ class Forward:
         else:
             operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
             call = forward_call(self._problem, operands, self._tile, out, lse)
-            self._build, self._numbers = _launch(device, call), call.numbers
+            self._numbers = call.numbers  # first: another thread may look at the build
+            self._build = _launch(device, call)
         return out, lse
 
 
@@ -104,7 +105,7 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
     tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     numbers = (
         *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
-        *(problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), problem.scale <= 0, tile.stages, tile.descriptors),
     )
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
@@ -134,7 +135,15 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         *(tile.schedule, *tile.registers(problem.packed)),
     )
     numbers: tuple = (
-        *(problem.scale * LOG2E, problem.band, problem.batch, problem.heads_q, tiles, _heads_together(problem, tile), total),
+        *(
+            problem.scale * LOG2E,
+            _bounded(problem),
+            problem.batch,
+            problem.heads_q,
+            tiles,
+            _heads_together(problem, tile),
+            total,
+        ),
         *(problem.len_q, problem.len_k, build),
     )
     tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k)
@@ -143,7 +152,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     tiles = _row_tiles(problem, problem.len_q, GUARDED_ROWS)
     numbers = (
         *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
-        *(problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v), GUARDED_ROWS),
     )
     tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k)
@@ -192,7 +201,7 @@ def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_l
     tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k)
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out, dq)),
-        *(problem.scale, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), tile.stages, tile.descriptors),
     )
     return Call(query_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
@@ -206,10 +215,16 @@ def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
     numbers = (
         *(_strides(t) for t in (q, k, v, do, dk_like, dv_like)),
-        *(problem.scale, problem.band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors),
     )
     return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
+
+
+def _bounded(problem: Problem) -> Band:
+    """The band, with sides that the kernels' 32-bit sums cannot carry over their range."""
+    most = problem.len_q + problem.len_k
+    return Band(*(side if side is None else min(side, most) for side in problem.band))
 
 
 def _has_work(problem: Problem) -> bool:

@@ -21,6 +21,7 @@ KINDS = {
     "v_ones": "v = 1: the output is the sum of the weights",
     "v_onehot": "v = unit vectors: the output is the row of weights, folded into dim_v",
     "v_index": "v = the key's index modulo 128",
+    "v_outlier(30)": "v of one key times 30: a small weight meets a large value",
     "sparse_int": "small integers, mostly 0: exact in every type, with many ties",
     "overflow": "q.k above 65504: products that must not be rounded to fp16 before the scale",
     "subnormal": "v in the subnormal range of fp16",
@@ -122,6 +123,9 @@ def _values(problem: Problem, name: str, argument: str, sequences, generator) ->
         v = (index % problem.dim_v == torch.arange(problem.dim_v)).to(wide).expand_as(v)
     elif name == "v_index":
         v = (index % 128).to(wide).expand_as(v)
+    elif name == "v_outlier":
+        if v.numel():
+            v.select(-3, v.shape[-3] // 3).mul_(float(argument))
     elif name == "sparse_int":
         q, k, v = (t.mul(1.5).round().clamp(-2, 2) * (t.abs() > 0.8) for t in (q, k, v))
     elif name == "overflow":
