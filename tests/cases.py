@@ -115,6 +115,7 @@ def _cases() -> list[Case]:
         "constant",
     ):
         add("many keys", "b1 h4/2 q600 k600 d64 bf16 causal", kind)
+    add("many keys", "b1 h2 q600 k600 d64/16 bf16 causal", "v_onehot")
     for kind in ("v_outlier(10)", "v_outlier(100)"):
         add("many keys", "b1 h4 q1024 k1024 d64 bf16", kind)
     add("many keys", "b1 h2 q300 k800 d128 bf16", "normal", "v_onehot", "probe")

@@ -1,5 +1,7 @@
 """Scores rounded to bf16: taken where the rounding cannot be seen, left where it can, and never in an LSE."""
 
+import math
+
 import pytest
 import torch
 
@@ -154,3 +156,13 @@ def test_bounded():
 def test_spread(weights, expected):
     assert half_scores.spread(torch.tensor(weights).bfloat16()) is expected
     assert half_scores.spread(1024 * torch.tensor(weights).bfloat16(), 1024.0) is expected
+
+
+def test_values_far_above_the_others_are_noticed_in_any_head():
+    values = torch.randn(3, 2, 500, 16)
+    assert half_scores.even(values)
+    assert half_scores.even(values * torch.tensor([1.0, 1e3, 0.0]).view(3, 1, 1, 1))
+    values[1, 0, 7, 3] = 30
+    assert not half_scores.even(values)
+    values[1, 0, 7, 3] = math.nan
+    assert not half_scores.even(values)
