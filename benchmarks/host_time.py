@@ -21,9 +21,9 @@ import torch.nn.functional as F
 import baselines
 import record
 import rowmax
-import workers
 from calls import device_of, make_operands, plan_of
 from check import Check, poisoned
+from rowmax.analysis import workers
 from rowmax.mask import Band
 from rowmax.problem import Operands, Problem
 from shapes import CAUSAL, FORWARD, SMALL

@@ -20,9 +20,9 @@ import torch
 
 import baselines
 import record
-import workers
 from calls import device_of, make_call, make_operands, plan_of
 from check import Check
+from rowmax.analysis import workers
 from rowmax.problem import Problem
 from shapes import BOTH, LONG_CONTEXT
 

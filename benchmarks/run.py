@@ -18,9 +18,9 @@ import torch
 import baselines
 import record
 import timing
-import workers
 from calls import compile_ahead, device_of, make_call, make_operands, plan_of
 from check import Check, poisoned
+from rowmax.analysis import workers
 from rowmax.problem import Problem
 from shapes import FORWARD, PASSES, SETS, Shape, bytes_moved, flops
 

@@ -26,9 +26,9 @@ import torch
 import record
 import rowmax
 import timing
-import workers
 from calls import device_of, make_operands
 from check import Check, poisoned
+from rowmax.analysis import workers
 from rowmax.plan import Plan
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem

@@ -17,6 +17,7 @@ import record
 import run
 import timing
 from shapes import SETS
+from sweep import expand
 
 TINY = "b1 h2 q40 k40 d16 bf16 causal"
 BENCHMARKS = Path(run.__file__).parent
@@ -230,3 +231,8 @@ def test_rows_that_are_no_results_are_refused(tmp_path):
         with pytest.raises(ValueError, match="not a result row"):
             record.append(tmp_path / "x.json", [_row(**changes)])
     assert not (tmp_path / "x.json").exists()
+
+
+def test_tiles_expand():
+    assert expand("64,128x32 w4 s2; 128x64 w8 s2 tma?") == ["64x32 w4 s2", "128x32 w4 s2", "128x64 w8 s2", "128x64 w8 s2 tma"]
+    assert expand("16x16 w1,2 s1; 16x16 w2 s1") == ["16x16 w1 s1", "16x16 w2 s1"]

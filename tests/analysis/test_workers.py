@@ -3,8 +3,7 @@
 import os
 import time
 
-import workers
-from sweep import expand
+from rowmax.analysis import workers
 
 
 def behave(how: str, value: int = 0) -> int:
@@ -44,8 +43,3 @@ def test_no_jobs_no_processes():
 
 def test_compilers_put_the_cause_last():
     assert workers.brief(RuntimeError("at 12:3:\n  x = y\n  ^\nshapes differ")) == "RuntimeError: shapes differ"
-
-
-def test_tiles_expand():
-    assert expand("64,128x32 w4 s2; 128x64 w8 s2 tma?") == ["64x32 w4 s2", "128x32 w4 s2", "128x64 w8 s2", "128x64 w8 s2 tma"]
-    assert expand("16x16 w1,2 s1; 16x16 w2 s1") == ["16x16 w1 s1", "16x16 w2 s1"]
