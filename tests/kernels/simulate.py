@@ -18,6 +18,7 @@ import ast
 import importlib
 import inspect
 import random
+import re
 import threading
 import types
 from typing import Any, Optional
@@ -28,6 +29,7 @@ from rowmax.kernels import address, launch, tile_ops
 from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
 
+UNWRITTEN = 0x7FFFABCD  # in the flags before the kernel runs
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
 
 
@@ -416,18 +418,19 @@ def sources(mutant: tuple[str, str] = ("", "")) -> list:
 
 
 def _constant(node) -> bool:
-    """`NAME = gl.constexpr(number)`."""
-    return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("gl.constexpr(")
+    """`NAME = gl.constexpr(number)`, or with tl."""
+    return isinstance(node, ast.Assign) and re.fullmatch(r"[gt]l\.constexpr\(\d+\)", ast.unparse(node.value)) is not None
 
 
 def forward(
     problem: Problem, operands: Operands, tile: HopperTile, *, need_lse=True, blocks=2, seed=0, late=False, mutant=("", ""),
     repair=True,
 ):  # fmt: skip
-    """`(out, lse, suspect)` of the launcher's two kernels; the second one in Triton's interpreter, where a row is suspect.
+    """`(out, lse, suspect)` of the launcher's two kernels; the second one in Triton's interpreter, where a tile is suspect.
 
     `blocks`: how many, where the schedule leaves it open. `mutant`: one replacement of text in the source. `repair`: run the
-    second kernel.
+    second kernel. `suspect`: whether a row of each 64 is, or -1 where nobody wrote. The counter of a dynamic schedule must be
+    left as it was found.
     """
     out_shape, lse_shape = problem.outputs()
     out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
@@ -435,8 +438,8 @@ def forward(
     call, guard = launch.hopper_calls(problem, operands, tile, out, lse)
     arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
-    suspect = call.tensors[8]
-    suspect.fill_(-1)
+    suspect, counter = call.tensors[8:10]
+    suspect.fill_(UNWRITTEN)
     code = sources(mutant)
     programs = call.programs if tile.schedule == "grid" else min(blocks, call.programs)
     for program in range(programs):
@@ -444,9 +447,12 @@ def forward(
         for part in code:
             exec(part, names)
         names["forward_kernel"](*arguments[:-1], build)
-    if repair and bool((suspect == 1).any()):
+    if counter is not None and int(counter):
+        raise Wrong(f"the next call finds {int(counter)} in the counter")
+    marked = suspect == int(address.SUSPECT)
+    if repair and bool(marked.any()):
         launch._launch(out.device, guard)
-    return out, lse, suspect
+    return out, lse, torch.where(suspect == UNWRITTEN, -1, marked.int())
 
 
 def _argument(x):

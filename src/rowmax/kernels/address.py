@@ -9,6 +9,8 @@ import triton.language as tl
 
 from rowmax.kernels.tile_ops import clamp
 
+SUSPECT = tl.constexpr(0x5A5BAD5A)  # what hardly stands by chance in memory that nobody wrote
+
 
 @triton.jit
 def find_sequence(tile, cu_seqlens, batch, BLOCK: tl.constexpr):
@@ -22,6 +24,20 @@ def find_sequence(tile, cu_seqlens, batch, BLOCK: tl.constexpr):
     while high - low > 1:
         middle = (low + high) // 2
         if tl.load(cu_seqlens + middle).to(tl.int32) // BLOCK + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def sequence_of(row, cu_seqlens, batch):
+    """The sequence that holds a row of a packed tensor."""
+    low = 0
+    high = batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle).to(tl.int32) <= row:
             low = middle
         else:
             high = middle

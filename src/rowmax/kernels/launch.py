@@ -22,18 +22,23 @@ from rowmax.problem import Operands, Problem
 
 MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
 ROW_ELEMENTS = 4096  # of the output, for a program of the row kernel: bound by memory, any size without spills does
-GUARDED_ROWS = 128  # a program of the guard kernel, which looks at one byte a row
+GUARDED_FLAGS = 16  # of 64 rows each that a program of the guard kernel looks at: it computes suspect ones after one another
+EARLY = not triton.knobs.runtime.interpret  # the guard kernel is launched while the forward runs, and waits for it
 SMS = 132  # of an H100 or H200, where no device is at hand to ask
 
 
 class Call(NamedTuple):
-    """A kernel, how many programs, its leading arguments (tensors or None), the others (all hashable), and warps and stages."""
+    """A kernel, how many programs, its leading arguments (tensors or None), the others (all hashable), and warps and stages.
+
+    `early`: it may start before the launch in front of it has come to its end, for which it waits by itself.
+    """
 
     kernel: Any
     programs: int
     tensors: tuple[Any, ...]  # for a Gluon kernel also descriptors
     numbers: tuple
     tile: Tile
+    early: bool = False
 
 
 class Forward:
@@ -119,7 +124,8 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
 
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     block_d, block_d2, block_dv = padded_dims(problem)
-    suspect = q.new_empty(problem.outputs()[1], dtype=torch.int8)
+    flags, flag_tiles = hopper_flags(problem)
+    suspect = q.new_empty(flags, dtype=torch.int32)
     counter = q.new_zeros(1, dtype=torch.int32) if tile.schedule == "dynamic" else None
     sources = (
         *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(k, tile.block_n, block_d)),
@@ -149,15 +155,20 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k)
     forward = Call(hopper_kernel, total if tile.schedule == "grid" else min(sms, total), tensors, numbers, tile)
 
-    tiles = _row_tiles(problem, problem.len_q, GUARDED_ROWS)
     numbers = (
         *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
-        *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v), GUARDED_ROWS),
+        *(_bounded(problem), problem.batch, problem.heads_q, flag_tiles, flags, problem.len_q, problem.len_k),
+        *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v)),
+        *(CONSUMER_ROWS, GUARDED_FLAGS, EARLY),
     )
     tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k)
-    programs = _programs(problem, tiles, problem.heads_q)
-    return forward, Call(guard_kernel, programs, tensors, numbers, Tile(GUARDED_ROWS, 1, 4, 1))
+    return forward, Call(guard_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(GUARDED_FLAGS, 1, 4, 1), EARLY)
+
+
+def hopper_flags(problem: Problem) -> tuple[int, int]:
+    """How many flags the Hopper forward leaves for its guard, and of them for each head."""
+    tiles = _row_tiles(problem, problem.len_q, CONSUMER_ROWS)
+    return _programs(problem, tiles, problem.heads_q), tiles
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
@@ -274,14 +285,15 @@ _builds: dict = {}
 
 
 def _launch_here(device: torch.device, call: Call) -> Any:
-    kernel, programs, tensors, numbers, tile = call
+    kernel, programs, tensors, numbers, tile, early = call
     kinds = [_kind(t) for t in tensors]
     key = (kernel.fn, device.index, programs, tile.warps, numbers, *kinds)
     build = _builds.get(key)
     if build is not None:
         _run(build, tile, *[t.data_ptr() if isinstance(t, torch.Tensor) else t for t in tensors], *numbers)
         return build
-    compiled = _run(kernel[(programs,)], tile, *tensors, *numbers, num_warps=tile.warps, num_stages=tile.stages)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, **({"launch_pdl": True} if early else {})}
+    compiled = _run(kernel[(programs,)], tile, *tensors, *numbers, **options)
     if compiled is None:  # the interpreter
         return None
     if len(_builds) >= MAX_BUILDS:

@@ -19,9 +19,9 @@ multiprocessor takes for a 128x128 tile):
 * Row sums stay apart in the four threads of a row until the end: 3070 cycles before, 2970 after.
 
 NaN and infinities. 0 * NaN is NaN, so a non-finite V at a key that a row does not see, in a tile that others see, reaches the
-row's accumulator; TMA cannot leave it out, and to look at every V tile would cost every call. Instead each row stores whether
-its result is suspect, one byte, and `guard.py`, launched behind, computes tiles with suspect rows once more as the portable
-kernel does. It reuses that kernel's code as it is; here, the same code would take registers from the loop.
+row's accumulator; TMA cannot leave it out, and to look at every V tile would cost every call. Instead each consumer stores
+whether a row of its tile is suspect, and `guard.py`, launched behind, computes such tiles again as the portable kernel does.
+It reuses that kernel's code as it is; here, the same code would take registers from the loop.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import extent, find_sequence
+from rowmax.kernels.address import SUSPECT, extent, find_sequence, sequence_of
 from rowmax.kernels.gluon.layouts import (
     column_layout,
     out_layout,
@@ -182,6 +182,8 @@ def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD:
             round, turn = _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD)
             tile = following
         publish(slots, -1, taken, SLOTS)
+        # Each tile adds 1, so that whoever got `total - 1` is the last: it leaves 0 to the next call.
+        gl.store(counter, 0, mask=tile == total - 1 + gl.num_programs(0))
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
@@ -364,7 +366,7 @@ def _attend(
 @gluon.jit
 def _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD: gl.constexpr):
     """O by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
-    _cu_q, _cu_k, _batch, heads, _tiles, _members, total_q, _total_k = work
+    cu_q, _cu_k, batch, heads, _tiles, _members, total_q, _total_k = work
     _q_source, _k_source, _v_source, o_source, _q2_source, _k2_source = sources
     o_ptr, lse_ptr, suspect_ptr = out
     rows = row + gl.arange(0, ROWS, layout=row_layout(acc.type.layout))
@@ -373,7 +375,11 @@ def _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, le
     if not BUILD.PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
         bad = bad | ((gl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf")))
     line = (b.to(gl.int64) * heads + head) * total_q + begin_q
-    gl.store(suspect_ptr + line + rows, bad.to(gl.int8), mask=inside)
+    number = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS
+    if BUILD.PACKED:
+        own = begin_q // ROWS + sequence_of(begin_q + row, cu_q, batch)
+        number = head * (total_q // ROWS + batch) + own + row // ROWS
+    gl.store(suspect_ptr + number, gl.where(gl.max(gl.where(bad & inside, 1, 0), 0) > 0, SUSPECT, 0), mask=row < len_q)
     if BUILD.NEED_LSE:
         gl.store(lse_ptr + line + rows, lse, mask=inside)
     o = _scale_rows(acc, inverse).to(o_source.dtype)
@@ -430,8 +436,8 @@ def forward_kernel(
     q2_source, k2_source,  # for dimensions from BLOCK_D on; None: there are none
     o_ptr,  # packed: [T, H, DIM_V]; None: dense
     lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
-    suspect_ptr,  # int8, as lse
-    counter,  # int32 [1], 0; None: the schedule is not "dynamic"
+    suspect_ptr,  # int32, one for every 64 rows, numbered as by `address.locate`: is a row suspect? Else not `SUSPECT`
+    counter,  # int32 [1], 0 before and after; None: the schedule is not "dynamic"
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     scale_log2, band, batch, heads, tiles, members, total, len_q, len_k,
     BUILD: gl.constexpr,

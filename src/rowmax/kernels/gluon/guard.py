@@ -1,12 +1,13 @@
-"""Rows whose result in `forward.py` is suspect, computed once more as the portable kernel does: normally none.
+"""Tiles of 64 rows of which one is suspect in `forward.py`, computed once more as the portable kernel does: normally none.
 
-Launched behind every forward. A program looks at one byte for each of its rows and ends.
+Launched behind every forward. A program looks at a few flags together and ends. What it finds where nobody wrote, at tiles that
+stand for no rows, costs time at most.
 """
 
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import head_base, locate
+from rowmax.kernels.address import SUSPECT, head_base, locate
 from rowmax.kernels.triton.forward import _store_guarded
 
 
@@ -14,28 +15,34 @@ from rowmax.kernels.triton.forward import _store_guarded
 def guard_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr,  # [B, T, H, D] or [T, H, D]
     lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
-    suspect_ptr,  # int8, as lse
+    suspect_ptr,  # int32 [total]
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
-    scale_log2, band, batch, heads, tiles, len_q, len_k,
+    scale_log2, band, batch, heads, tiles, total, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    total_q = len_q
-    row, head, b, begin_q, len_q, begin_k, len_k = locate(
-        tl.program_id(0), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, ROWS
-    )
-    if row >= len_q:
+    """`EARLY`: it may start before the forward has come to its end, and has to wait for it."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    numbers = tl.program_id(0) * FLAGS + tl.arange(0, FLAGS)
+    flags = tl.load(suspect_ptr + numbers, mask=numbers < total, other=0)
+    if tl.max((flags == SUSPECT).to(tl.int32), 0) == 0:
         return
-    b = tl.cast(b, tl.int32)
-    line = (b.to(tl.int64) * heads + head) * total_q + begin_q
-    rows = row + tl.arange(0, ROWS)
-    suspect = tl.load(suspect_ptr + line + rows, mask=rows < len_q, other=0)
-    if tl.max(suspect.to(tl.int32), 0) == 0:
-        return
-    _store_guarded(
-        head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
-        head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(o_ptr, o_strides, b, begin_q, head),
-        None if lse_ptr is None else lse_ptr + line, q_strides[1], k_strides[1], v_strides[1], o_strides[1],
-        row, tl.minimum(row + ROWS, len_q) - 1, len_q, len_k, len_k - len_q, band, scale_log2, DIM, DIM_V, BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
+    first = tl.program_id(0) * FLAGS
+    for number in range(first, tl.minimum(first + FLAGS, total)):
+        if tl.load(suspect_ptr + number) == SUSPECT:
+            pid = number - number % tiles + (tiles - 1 - number % tiles)
+            row, head, b, begin_q, own_q, begin_k, own_k = locate(
+                pid, cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, ROWS
+            )
+            if row < own_q:
+                b = tl.cast(b, tl.int32)
+                line = (b.to(tl.int64) * heads + head) * len_q + begin_q
+                _store_guarded(
+                    head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
+                    head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(o_ptr, o_strides, b, begin_q, head),
+                    None if lse_ptr is None else lse_ptr + line, q_strides[1], k_strides[1], v_strides[1], o_strides[1],
+                    row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale_log2,
+                    DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
