@@ -1,16 +1,17 @@
 """Which algorithm and which tiles run a problem on a device, and why not the others.
 
-The plan decides and the kernels obey: they hold no heuristics and read no environment. Nothing here needs a GPU or Triton.
+The plan decides and the kernels obey: they hold no heuristics and read no environment. Nothing here needs a GPU or Triton, and
+nothing here reads the environment but `tuned.py`, to find its file, and `portable.py`, for Triton's interpreter.
 """
 
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 from rowmax.device import Device
 from rowmax.errors import Unsupported
-from rowmax.plan import cpu, hopper, portable
+from rowmax.plan import cpu, hopper, portable, resources, tuned
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -50,38 +51,75 @@ class Plan:
         return cls(match[1], (parse(first), *map(Tile.parse, others)) if first else ())
 
 
+class _Wanted(NamedTuple):
+    algorithm: str
+    tiles: tuple[Tile, ...]  # empty: its own
+    reason: str
+    by: str  # completes "<algorithm> ..." where the others are refused
+
+
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "", aligned: bool = True) -> Plan:
-    """The plan for one direction of `problem` on `device`.
+    """The plan for one direction of `problem` on `device`: the tuned one if there is one (`tuned.py`), or by the tables.
 
     Args:
         prefer: "" for the best candidate; an algorithm's name; or a whole plan's spelling, whose tiles are then used as they
-            are: the first for the forward, the others for the backward (see `Plan.tiles`).
+            are: the first for the forward, the others for the backward (see `Plan.tiles`). With either nothing tuned is taken.
         aligned: rows of every tensor start at multiples of 16 bytes, as TMA descriptors require.
 
     Raises:
         Unsupported: no candidate, or not the preferred one, can run it; lists every candidate's reason.
     """
-    wanted: Optional[Plan] = Plan.parse(prefer) if prefer else None
+    entry, why_not = (None, "") if prefer else tuned.find(problem, device, direction)
+    if entry is not None:
+        try:
+            tiles = Plan.parse(f"{entry.algorithm}[{', '.join(entry.tiles)}]").tiles
+            why_not = resources.misfit(problem, device, direction, entry.algorithm, tiles) or ""
+            if not why_not:
+                wanted = _Wanted(entry.algorithm, tiles, entry.reason(device), "was tuned for this problem")
+                return _choose(problem, device, direction, aligned, wanted)
+        except ValueError as error:
+            why_not = str(error)
+        except Unsupported as error:
+            why_not = error.refusals.get(entry.algorithm, str(error))
+    chosen = by_table(problem, device, direction=direction, prefer=prefer, aligned=aligned)
+    return replace(chosen, refusals=(*chosen.refusals, ("tuned", why_not))) if why_not else chosen
+
+
+def by_table(
+    problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "", aligned: bool = True
+) -> Plan:
+    """As `plan`, though nothing were tuned."""
+    if not prefer:
+        return _choose(problem, device, direction, aligned)
+    wanted = Plan.parse(prefer)
+    forward = direction == "forward"
+    algorithm = wanted.algorithm if forward else BACKWARD_OF.get(wanted.algorithm, wanted.algorithm)
+    tiles = wanted.tiles[:1] if forward else wanted.tiles[1:]
+    return _choose(problem, device, direction, aligned, _Wanted(algorithm, tiles, "tiles as asked for", "was asked for"))
+
+
+def forget() -> None:
+    """Plan anew, and read the file of tuned tiles anew, as a new process would."""
+    tuned.forget()
+    plan.cache_clear()
+
+
+def _choose(problem: Problem, device: Device, direction: Direction, aligned: bool, wanted: Optional[_Wanted] = None) -> Plan:
+    """The wanted algorithm, or the best; with the wanted tiles, or its own where none are."""
     if wanted and wanted.algorithm not in CANDIDATES:
         raise Unsupported(f"no algorithm '{wanted.algorithm}'; known are {', '.join(CANDIDATES)}")
-    if wanted and direction == "backward":
-        wanted = replace(wanted, algorithm=BACKWARD_OF.get(wanted.algorithm, wanted.algorithm))
     refusals = {}
     for name, candidate in CANDIDATES.items():
         reason = candidate.refuses(problem, device, direction)
         if wanted and not reason and name != wanted.algorithm:
-            reason = f"{wanted.algorithm} was asked for"
+            reason = f"{wanted.algorithm} {wanted.by}"
         if not reason and name == "hopper":
             reason = hopper.UNMEASURED if not wanted else "" if aligned else hopper.UNALIGNED
         if reason:
             refusals[name] = reason
             continue
-        tiles, why = candidate.tiles(problem, device, direction)
-        given = wanted.tiles if wanted else ()
-        given = given[:1] if direction == "forward" else given[1:]
-        if given:
-            tiles, why = given, "tiles as asked for"
+        tiles, why = (wanted.tiles, wanted.reason) if wanted and wanted.tiles else candidate.tiles(problem, device, direction)
         if not aligned and any(tile.descriptors for tile in tiles):
             tiles = tuple(replace(tile, descriptors=False) for tile in tiles)
             why += "; rows are not 16-byte aligned: pointers instead of descriptors"

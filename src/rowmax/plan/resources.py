@@ -1,0 +1,94 @@
+"""Whether a tile can run at all: what its kernel holds in shared memory and registers, against what the device has.
+
+The figures for `q_outer` leave out what only the compiler knows, so that they never exceed the truth: a tile that is refused
+here does not launch, and a few that pass do not launch either. Those for `hopper` are exact up to the barriers' few hundred
+bytes. `tests/plan/test_resources.py` compares both with what was compiled.
+"""
+
+from typing import Optional
+
+import torch
+
+from rowmax.device import Device
+from rowmax.plan.hopper import HopperTile, padded_dims
+from rowmax.plan.tile import Tile
+from rowmax.problem import Problem
+
+KERNELS = {("forward", 1): ("forward",), ("backward", 2): ("dq", "dkdv"), ("backward", 3): ("dq", "dk", "dv")}
+BARRIERS = 1024  # bytes, and more than `hopper` needs
+REGISTERS = 255  # of a thread
+ADDRESSES = 24  # registers of a consumer for all that is no tile: with less the prototype spilled
+
+
+def misfit(problem: Problem, device: Device, direction: str, algorithm: str, tiles: tuple[Tile, ...]) -> Optional[str]:
+    """Why these tiles are none that `algorithm` can run the problem with, or None. Says nothing about speed."""
+    kernels = KERNELS.get((direction, len(tiles)))
+    if kernels is None:
+        return f"a {direction} takes {'one tile' if direction == 'forward' else 'two tiles or three'}, not {len(tiles)}"
+    for kernel, tile in zip(kernels, tiles, strict=True):
+        if isinstance(tile, HopperTile) != (algorithm == "hopper"):
+            return f"{tile} is no tile of {algorithm}"
+        found = _misfit_of_hopper(problem, tile) if isinstance(tile, HopperTile) else _misfit_of_portable(problem, kernel, tile)
+        if found:
+            return f"{tile}: {found}"
+        needs = shared_bytes(problem, device, kernel, tile)
+        if needs > device.shared_bytes:
+            return f"{tile}: needs {needs:,} bytes of shared memory; a block may take {device.shared_bytes:,}"
+    return None
+
+
+def shared_bytes(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
+    """Shared memory of a block: exact for `hopper` but for the barriers, at most the truth for `q_outer`."""
+    if isinstance(tile, HopperTile):
+        first, second, dim_v = padded_dims(problem)
+        out = 0 if first == dim_v else tile.block_m * dim_v  # otherwise O takes the place of Q
+        elements = tile.q_stages * tile.block_m * (first + second) + tile.stages * tile.block_n * (first + second + dim_v) + out
+        return 2 * elements + BARRIERS
+    dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
+    rows, columns = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
+    kept = rows * (dim if kernel in ("forward", "dv") else dim + dim_v)
+    # Hopper's products read both factors from shared memory, so that a stage is busy until its product is done.
+    asynchronous = device.capability == (9, 0) and problem.dtype != torch.float32 and rows >= 64
+    buffers = tile.stages if asynchronous else tile.stages - 1
+    streamed = columns * (max(dim, dim_v) if tile.stages == 1 else buffers * (dim + dim_v))
+    return (kept + streamed) * torch.finfo(problem.dtype).bits // 8
+
+
+def registers(problem: Problem, kernel: str, tile: Tile) -> int:
+    """Of a thread, for accumulators, scores and what else a step holds at once."""
+    scores = tile.block_m * tile.block_n
+    if isinstance(tile, HopperTile):  # 64 rows in 128 threads: O, S, and P in 16 bits
+        return (padded_dims(problem)[2] + tile.block_n + tile.block_n // 2) // 2 + ADDRESSES
+    dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
+    held = {
+        "forward": tile.block_m * dim_v + scores,
+        "dq": tile.block_m * dim + 2 * scores,
+        "dkdv": tile.block_n * (dim + dim_v) + 2 * scores,
+        "dk": tile.block_n * dim + 2 * scores,
+        "dv": tile.block_n * dim_v + scores,
+    }[kernel]
+    return held // (32 * tile.warps)
+
+
+def _misfit_of_portable(problem: Problem, kernel: str, tile: Tile) -> Optional[str]:
+    sides = (tile.block_m, tile.block_n)
+    if any(side not in (16, 32, 64, 128, 256) for side in sides) or tile.warps not in (1, 2, 4, 8, 16):
+        return "block sizes are powers of two from 16 to 256, warps from 1 to 16"
+    if not 1 <= tile.stages <= 8:
+        return "stages are 1 to 8"
+    needs = registers(problem, kernel, tile)
+    return f"needs {needs} registers a thread" if needs > REGISTERS else None
+
+
+def _misfit_of_hopper(problem: Problem, tile: HopperTile) -> Optional[str]:
+    if not (1 <= tile.stages <= 8 and 1 <= tile.q_stages <= 2 and 0 <= tile.group_mb <= 1024):
+        return "stages are 1 to 8, those of Q 1 or 2, groups at most 1024 MB"
+    if tile.block_n > 256:
+        return "has at most 256 columns"
+    has, needs = tile.registers(problem.packed)[0], registers(problem, "forward", tile)
+    return f"needs {needs} registers a thread; a consumer has {has}" if needs > has else None
+
+
+def _padded(dim: int) -> int:
+    """As the launcher pads: a power of two, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
