@@ -4,12 +4,15 @@
 any GPU, without one.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
 
+from rowmax.kernels import scratch
+from rowmax.kernels.direct import Launcher
 from rowmax.kernels.triton.backward import key_kernel, query_kernel, row_kernel
 from rowmax.kernels.triton.forward import forward_kernel
 from rowmax.mask import Band
@@ -50,8 +53,7 @@ class Forward:
         self._need_lse = need_lse
         self._has_work = _has_work(problem)
         self._clear = problem.packed or not self._has_work  # rows outside every sequence are written by nobody
-        self._build: Any = None
-        self._numbers: tuple = ()
+        self._again: Any = None  # launches of calls after the first
 
     def __call__(self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
         """`(out, lse)`; lse is None unless it is needed."""
@@ -59,22 +61,97 @@ class Forward:
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._need_lse else None
         if self._clear and lse is not None:
             lse.fill_(-torch.inf)
-        if not self._has_work:
-            return out, lse
-        device = q.device
-        if isinstance(self._tile, HopperTile):
-            operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
-            for call in hopper_calls(self._problem, operands, self._tile, out, lse):
-                _launch(device, call)
-        elif self._build is not None and device.index == torch.cuda.current_device():
-            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-            _run(self._build, self._tile, *[t if t is None else t.data_ptr() for t in tensors], *self._numbers)
-        else:
-            operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
-            call = forward_call(self._problem, operands, self._tile, out, lse)
-            self._numbers = call.numbers  # first: another thread may look at the build
-            self._build = _launch(device, call)
+        if self._has_work:
+            self._run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         return out, lse
+
+    def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> None:
+        device, tile = q.device, self._tile
+        if self._again is not None and device.index == torch.cuda.current_device():
+            self._again(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+            return
+        operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        if isinstance(tile, HopperTile):
+            calls = hopper_calls(self._problem, operands, tile, out, lse)
+            builds = [_launch(device, call) for call in calls]
+            if None not in builds:
+                self._again = _Hopper(calls, builds, device.index)
+        else:
+            call = forward_call(self._problem, operands, tile, out, lse)
+            build, numbers = _launch(device, call), call.numbers
+            if build is not None:
+                self._again = lambda *tensors: _run(build, tile, *map(_address, tensors), *numbers)
+
+    def into(self, operands: Operands, out: torch.Tensor, lse: Optional[torch.Tensor]) -> Callable[[], None]:
+        """A function that computes into `out` and `lse` what these tensors then hold; its calls must follow one another."""
+        q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        device = q.device
+        bound: list = []
+
+        def run():
+            if self._clear:
+                out.zero_()
+                if lse is not None:
+                    lse.fill_(-torch.inf)
+            if not self._has_work:
+                return
+            # Memory made under capture would belong to the graph.
+            if not bound and isinstance(self._again, _Hopper) and not torch.cuda.is_current_stream_capturing():
+                bound.append(self._again.bind(*tensors))
+            if bound and device.index == torch.cuda.current_device():
+                bound[0]()
+            else:
+                self._run(*tensors)
+
+        return run
+
+
+class _Hopper:
+    """The two launches of the Hopper forward for other addresses, on the device that was current when they were built."""
+
+    def __init__(self, calls: tuple[Call, Call], builds: list, device_index: int):
+        forward, guard = calls
+        self._forward, self._guard = builds
+        self._sources = self._forward.descriptors(tuple(source for source in forward.tensors[:6] if source is not None))
+        self._packed, self._dynamic = forward.tensors[6] is not None, forward.tensors[9] is not None
+        self._size = scratch.FLAGS_AT + forward.tensors[8].numel()
+        self._numbers, self._guard_numbers = forward.numbers, guard.numbers
+        self._device_index = device_index
+
+    def __call__(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> None:
+        stream = self._forward.stream()
+        key, memory = scratch.take(q, self._device_index, stream, self._size)
+        forward, guard = self._arguments(memory.data_ptr(), q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        self._forward.enqueue(stream, *forward)
+        self._guard.enqueue(stream, *guard)
+        scratch.give_back(key, memory)
+
+    def bind(self, *tensors) -> Callable[[], None]:
+        """The same for tensors that stay, with memory of its own. The caller keeps the tensors."""
+        memory = tensors[0].new_zeros(self._size, dtype=torch.int32)
+        forward, guard = self._arguments(memory.data_ptr(), *tensors)
+
+        def run(memory=memory):
+            stream = self._forward.stream()
+            self._forward.enqueue(stream, *forward)
+            self._guard.enqueue(stream, *guard)
+
+        return run
+
+    def _arguments(self, memory: int, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> tuple[tuple, tuple]:
+        q, k, v, out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        lse = None if lse is None else lse.data_ptr()
+        if self._packed:
+            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr()
+        flags = memory + 4 * scratch.FLAGS_AT
+        sources = self._sources
+        rest = (None, None) if len(sources) == 4 else (*sources[4][q], *sources[5][k])
+        forward = (
+            *(*sources[0][q], *sources[1][k], *sources[2][v], *sources[3][out], *rest, out if self._packed else None),
+            *(lse, flags, memory if self._dynamic else None, cu_seqlens_q, cu_seqlens_k, *self._numbers),
+        )
+        return forward, (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, *self._guard_numbers)
 
 
 def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
@@ -272,14 +349,14 @@ def _constants(problem: Problem, tile: Tile) -> tuple[int, ...]:
 
 
 def _launch(device: torch.device, call: Call) -> Any:
-    """Run it; returns the launch of the compiled kernel (None under the interpreter)."""
+    """Run it; returns the launcher of the compiled kernel (None under the interpreter)."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _launch_here(device, call)
     return _launch_here(device, call)
 
 
-# What a build depends on -> the launch of a compiled kernel. Triton's own lookup inspects every argument on every call: 21 us
+# What a build depends on -> the launcher of a compiled kernel. Triton's own lookup inspects every argument on every call: 21 us
 # for the forward on an H200 host, about half of an eager call; so does passing tensors instead of their addresses.
 _builds: dict = {}
 
@@ -290,7 +367,7 @@ def _launch_here(device: torch.device, call: Call) -> Any:
     key = (kernel.fn, device.index, programs, tile.warps, numbers, *kinds)
     build = _builds.get(key)
     if build is not None:
-        _run(build, tile, *[t.data_ptr() if isinstance(t, torch.Tensor) else t for t in tensors], *numbers)
+        _run(build, tile, *map(_address, tensors), *numbers)
         return build
     options = {"num_warps": tile.warps, "num_stages": tile.stages, **({"launch_pdl": True} if early else {})}
     compiled = _run(kernel[(programs,)], tile, *tensors, *numbers, **options)
@@ -298,8 +375,12 @@ def _launch_here(device: torch.device, call: Call) -> Any:
         return None
     if len(_builds) >= MAX_BUILDS:
         _builds.clear()
-    _builds[key] = build = compiled[(programs, 1, 1)]
+    _builds[key] = build = Launcher(compiled, programs)
     return build
+
+
+def _address(argument: Any) -> Any:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _kind(argument: Any) -> Any:

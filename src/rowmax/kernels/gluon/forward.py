@@ -182,8 +182,8 @@ def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD:
             round, turn = _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD)
             tile = following
         publish(slots, -1, taken, SLOTS)
-        # Each tile adds 1, so that whoever got `total - 1` is the last: it leaves 0 to the next call.
-        gl.store(counter, 0, mask=tile == total - 1 + gl.num_programs(0))
+        # Each tile adds 1, so that whoever got `total - 1` is the last one: it leaves 0 to the next call.
+        gl.store(counter, 0, mask=tile >= total - 1 + gl.num_programs(0))
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
