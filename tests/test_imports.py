@@ -36,7 +36,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": PUBLIC,
 }
-EXTRA = {"analysis/measure.py": {"api", "testing"}}
+EXTRA = {"analysis/measure.py": {"testing"}, "cli/tune.py": {"eager"}}
 ONLY_STANDARD_LIBRARY = {"mask", "numerics", "errors"}
 ONLY_IN_KERNELS = {"triton"}
 

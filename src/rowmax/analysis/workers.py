@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Optional
 
+OUT_OF_TIME = "out of time"
+
 
 class Outcome(NamedTuple):
     """`error` is "" when the job returned; `value` is then what it returned."""
@@ -46,10 +48,10 @@ def run_all(
 
     Args:
         job_seconds: limit of one job, the start of its process not counted.
-        total_seconds: limit of the whole; jobs that were not finished by then end with the error "out of time".
+        total_seconds: limit of the whole; jobs that were not finished by then end with the error `OUT_OF_TIME`.
     """
     context = multiprocessing.get_context("spawn")
-    outcomes = [Outcome("out of time", None, 0.0)] * len(jobs)
+    outcomes = [Outcome(OUT_OF_TIME, None, 0.0)] * len(jobs)
     waiting = list(range(len(jobs)))[::-1]
     deadline = time.monotonic() + total_seconds
     pool = [_Worker(context, function) for _ in range(min(workers, len(jobs)))]
@@ -103,7 +105,7 @@ def _replace(pool: list, worker: _Worker, context, function: Callable, waiting: 
         pool.append(_Worker(context, function))
 
 
-def _receive(pipe: Connection) -> Optional[Outcome]:
+def _receive(pipe: Any) -> Optional[Outcome]:
     try:
         return pipe.recv()
     except (EOFError, OSError):

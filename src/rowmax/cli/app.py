@@ -1,6 +1,7 @@
 """The commands and their arguments. Each command's module is imported when it runs, so that `rowmax --help` is quick."""
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, NoReturn, Optional
 
 import typer
@@ -9,7 +10,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Exact attention for PyTorch: see it run, check it on this machine, ask why.",
+    help="Exact attention for PyTorch: see it run, check it on this machine, ask why, tune it.",
 )
 
 QUESTION = "Write a haiku about the sea."
@@ -18,6 +19,11 @@ QUESTION = "Write a haiku about the sea."
 class DeviceKind(str, Enum):
     cpu = "cpu"
     cuda = "cuda"
+
+
+class Pass(str, Enum):
+    forward = "forward"
+    backward = "backward"
 
 
 DeviceOption = Annotated[Optional[DeviceKind], typer.Option(help="Default: the GPU if there is one.")]
@@ -56,6 +62,20 @@ def check(device: DeviceOption = None) -> None:
 
     with _errors_as_messages():
         raise typer.Exit(check.run(_device(device)))
+
+
+@app.command()
+def tune(
+    problems: Annotated[list[str], typer.Argument(help="Each spelled as for explain, in quotes.", metavar="PROBLEM...")],
+    direction: Annotated[Pass, typer.Option("--pass", help="Which kernels.")] = Pass.forward,
+    out: Annotated[Optional[Path], typer.Option(help="Default: the file that rowmax reads.", dir_okay=False)] = None,
+    seconds: Annotated[float, typer.Option(min=30.0, help="About how long for each problem.")] = 180.0,
+) -> None:
+    """Measure on this GPU which tiles run a problem fastest, right results only, and keep the best for later calls."""
+    from rowmax.cli import tune
+
+    with _errors_as_messages():
+        raise typer.Exit(tune.run(problems, direction.value, out, seconds))
 
 
 def _device(device: Optional[DeviceKind]) -> str:
