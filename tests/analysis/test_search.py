@@ -119,6 +119,20 @@ def test_a_backward_is_searched_kernel_by_kernel():
     assert Plan.parse(fake.timed[0][0]).tiles == (*forward, *table)
 
 
+def test_a_plan_that_ran_out_of_time_once_and_was_timed_later_has_no_error():
+    table = by_table(PROBLEM, H200, direction="backward")
+
+    class Late(Fake):
+        def time(self, problem, direction, plans, *, seconds=0.0, limit):
+            found = super().time(problem, direction, plans, seconds=seconds, limit=limit)
+            return {p: Timed(0.0, "out of time") for p in plans} if len(self.timed) == 1 else found
+
+    found, _ = search(Late(), "backward")
+    assert str(found.best) == str(table)
+    assert str(table) not in found.errors
+    assert len(found.errors) > 10
+
+
 def test_what_nothing_runs_is_said():
     with pytest.raises(Unsupported):
         search(Fake(), problem=Problem.parse("b1 h1 q8 d8 fp64"))

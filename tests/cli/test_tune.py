@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from rowmax import Device, Problem, eager, plan
 from rowmax.analysis.measure import Timed
@@ -121,6 +122,7 @@ def test_nothing_that_runs_keeps_nothing(file, measurer):
     result = invoke("tune", TEXT)
     assert result.exit_code == 1
     assert "nothing ran here and was right" in result.stdout
+    assert str(file) not in result.stdout
     assert not file.exists()
 
 
@@ -162,3 +164,16 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     result = invoke("tune", TEXT)
     assert result.exit_code == 2
     assert "this PyTorch sees none" in result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_on_this_gpu(file, direction):
+    """The real measurer; afterwards the tuned plan runs, and is right."""
+    from rowmax import testing
+
+    text = "b2 h4/2 q600 k600 d64 bf16 causal"
+    result = invoke("tune", text, "--pass", direction, "--seconds", "60")
+    assert result.exit_code == 0, result.output
+    assert "tuned on" in plan(Problem.parse(text), Device.of(torch.device("cuda")), direction=direction).reason
+    assert testing.check(Problem.parse(text), device="cuda").ok

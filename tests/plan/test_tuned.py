@@ -229,6 +229,18 @@ def test_entries_are_added_and_replaced(file):
     assert tuned.Entry.read(json.loads(json.dumps(asdict(entry())))) == entry()
 
 
+def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch):
+    keep(file, entry())
+    before = file.read_text()
+    with pytest.raises(TypeError):
+        tuned.save(file, PROBLEM, H200, "forward", entry(tflops=1j))
+    monkeypatch.setattr(type(file), "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        tuned.save(file, PROBLEM, H200, "forward", entry(tflops=700.0))
+    assert file.read_text() == before
+    assert [path.name for path in file.parent.iterdir()] == ["tuned.json"]
+
+
 def test_what_is_no_file_of_ours_is_not_overwritten(file):
     file.parent.mkdir()
     file.write_text('{"a": 1}')

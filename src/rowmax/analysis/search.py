@@ -83,6 +83,7 @@ def _search(found: Found, tried: list[Plan], device: Device, measurer: Measurer,
     times = _right(found, spelled, measurer.time(problem, direction, finalists, seconds=TIMING_SECONDS, limit=limit + LEAST))
     if times:
         found.ms = {str(spelled[text]): ms for text, ms in times.items()}
+        found.errors = {plan: error for plan, error in found.errors.items() if plan not in found.ms}  # "out of time" before
     ranked, table = sorted(times, key=lambda text: times[text]), _asked(found.table, problem, device, direction)
     if table in times and times[table] < NOISE * times[ranked[0]]:
         ranked.sort(key=lambda text: text != table)

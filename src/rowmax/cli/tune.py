@@ -20,7 +20,7 @@ def run(problems: list[str], direction: Direction, out: Optional[Path], seconds:
     console = Console(highlight=False, soft_wrap=True)
     parsed = [Problem.parse(text) for text in problems]
     path, device, measurer = _path(out), *_gpu()
-    failed = False
+    failed = kept = False
     for problem in parsed:
         console.print(f"[bold]{escape(str(problem))}[/] {direction} on {escape(device.name)}")
         found = tune(problem, device, direction, measurer, seconds, lambda line: console.print(f"  {line}"))
@@ -33,13 +33,13 @@ def run(problems: list[str], direction: Direction, out: Optional[Path], seconds:
             tuned.save(path, problem, device, direction, entry)
         except (OSError, ValueError) as error:
             raise ProblemError(f"{path} cannot be written: {error}") from None
+        kept = True
         console.print(f"  [green]{escape(str(found.best))}[/], {escape(entry.reason(device))}")
     forget()
     eager._prepared.clear()  # calls that were planned before
-    where = tuned.location()
-    console.print(f"in {escape(str(path))}", end="\n" if path == where else "")
-    if path != where:
-        console.print(f", which is read where {tuned.VARIABLE} names it")
+    if kept:
+        elsewhere = "" if path == tuned.location() else f", which is read where {tuned.VARIABLE} names it"
+        console.print(f"in {escape(str(path))}{elsewhere}")
     return 1 if failed else 0
 
 

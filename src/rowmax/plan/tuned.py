@@ -19,7 +19,6 @@ own: tuning the plain one does not change its bits.
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -124,15 +123,12 @@ def save(path: Path, problem: Problem, device: Device, direction: str, entry: En
     devices = read(path)
     devices.setdefault(device.name, {}).setdefault(str(problem), {})[direction] = asdict(entry)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump({"rowmax_tuned": FORMAT, "devices": devices}, file, indent=1)
-            file.write("\n")
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        beside.write_text(json.dumps({"rowmax_tuned": FORMAT, "devices": devices}, indent=1) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict:
