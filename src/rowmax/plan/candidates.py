@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import product, zip_longest
 from math import log2
+from typing import Any
 
 import torch
 
@@ -85,7 +86,8 @@ def _hopper_tiles(problem: Problem) -> list[HopperTile]:
             continue  # one consumer has nobody to take turns with
         if schedule == "grid" and q_stages > 1:
             continue  # a block that computes one tile fetches one
-        found.append(HopperTile(block_m, block_n, 4, stages, False, q_stages, pingpong, lazy, schedule, group))
+        words: dict[str, Any] = {"pingpong": pingpong, "lazy": lazy, "schedule": schedule, "group_mb": group}
+        found.append(HopperTile(block_m, block_n, 4, stages, q_stages=q_stages, **words))
     return found
 
 
