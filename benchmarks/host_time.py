@@ -34,7 +34,7 @@ BATCH = 50  # calls between two waits
 def main(arguments: "list[str] | None" = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problem", action="append", help="may be repeated; default: " + ", ".join(map(str, SMALL)))
-    parser.add_argument("--who", default="", help="default: rowmax, sdpa and FlashAttention-3 and -4 where installed")
+    parser.add_argument("--who", default="", help="default: rowmax, prepared (the same by rowmax.prepare), sdpa, fa3, fa4")
     parser.add_argument("--calls", type=int, default=2000, help="per candidate")
     parser.add_argument("--device", default="")
     parser.add_argument("--out", type=Path)
@@ -42,7 +42,7 @@ def main(arguments: "list[str] | None" = None) -> int:
     device = device_of(options.device)
     facts = record.machine(device)
     others = [name for name in baselines.installed(device) if name in ("fa3", "fa4")]
-    names = options.who.split(",") if options.who else ["rowmax", "sdpa", *others]
+    names = options.who.split(",") if options.who else [*record.OWN, "sdpa", *others]
     failures = 0
     for problem in [Problem.parse(text) for text in options.problem or ()] or SMALL:
         rows, failed = time_host(problem, names, device, options.calls, facts)
@@ -51,7 +51,7 @@ def main(arguments: "list[str] | None" = None) -> int:
         sdpa = next((row["us"] for row in rows if row["who"] == "sdpa"), None)
         for row in rows:
             beside = f"  {row['us'] / sdpa:.2f} x torch SDPA" if sdpa else ""
-            print(f"{problem!s:<36} host {row['who']:<7} {row['us']:>8.2f} us (best {row['us_min']:.2f}){beside}")
+            print(f"{problem!s:<36} host {row['who']:<8} {row['us']:>8.2f} us (best {row['us_min']:.2f}){beside}")
     return 1 if failures else 0
 
 
@@ -66,13 +66,13 @@ def time_host(problem: Problem, names: list[str], device: torch.device, count: i
             with torch.no_grad(), poisoned(problem, device):
                 out = call()
             out = out[0] if isinstance(out, tuple) else out
-            wrong = check.broken((out.transpose(1, 2) if name == "sdpa" else out,), peer=name != "rowmax")
+            wrong = check.broken((out.transpose(1, 2) if name == "sdpa" else out,), peer=name not in record.OWN)
         except baselines.Refused as refused:
             print(f"  {name} not timed: {refused}", file=sys.stderr)
             continue
         except Exception as error:  # whatever a peer raises
             print(f"  {name} raised {workers.brief(error)}", file=sys.stderr)
-            failures += name == "rowmax"
+            failures += name in record.OWN
             continue
         if wrong:
             print(f"  {name} WRONG on '{problem}': {'; '.join(wrong)}", file=sys.stderr)
@@ -94,7 +94,7 @@ def time_host(problem: Problem, names: list[str], device: torch.device, count: i
     _wait(device)
     rows = []
     for name in calls:
-        plan = plan_of(problem, device, FORWARD) if name == "rowmax" else None
+        plan = plan_of(problem, device, FORWARD) if name in record.OWN else None
         row = {"problem": str(problem), "pass": "host", "who": name, "plan": plan, "checked": True, "samples": len(times[name])}
         row |= {"us": record.figures(statistics.median(times[name])), "us_min": record.figures(min(times[name]))}
         rows.append({**row, **facts})
@@ -110,6 +110,8 @@ def bare_call(name: str, problem: Problem, operands: Operands):
     q, k, v = operands[:3]
     if name == "rowmax":
         return functools.partial(rowmax.attention, q, k, v, causal=causal)
+    if name == "prepared":
+        return rowmax.prepare(q, k, v, causal=causal)
     if name == "sdpa":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = problem.heads_q != problem.heads_k

@@ -21,6 +21,7 @@ from rowmax.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+OWN = ("rowmax", "prepared")  # prepared: by `rowmax.prepare`
 PEERS = ("cudnn", "fa2", "fa3", "fa4", "flex", "sdpa")
 
 _COMMON = {
@@ -28,7 +29,7 @@ _COMMON = {
     "problem": str,  # `str(Problem)`
     "pass": str,
     "who": str,
-    "plan": (str, type(None)),  # rowmax only
+    "plan": (str, type(None)),  # ours only
     "checked": bool,
     "gpu": (str, type(None)),  # None: timed on the CPU
     "cpu": str,
@@ -59,9 +60,9 @@ def broken(row: dict) -> list[str]:
         return found
     found = [f"'{key}' is {row[key]!r}" for key, kind in schema.items() if not isinstance(row[key], kind)]
     found += [f"'{key}' is {row[key]!r}, not a measurement" for key in schema if schema[key] is float and not row[key] > 0]
-    if row["who"] not in ("rowmax", *PEERS):
+    if row["who"] not in (*OWN, *PEERS):
         found.append(f"'who' is {row['who']!r}")
-    if (row["plan"] is not None) != (row["who"] == "rowmax"):
+    if (row["plan"] is not None) != (row["who"] in OWN):
         found.append("'plan' belongs to rowmax's rows, and to all of them")
     if row["checked"] is not True:
         found.append("'checked' must be true: a result that fails its check is not written")

@@ -120,3 +120,94 @@ def test_the_memory_of_prepared_calls_is_bounded(backend, device, monkeypatch):
         q = torch.randn(1, length, 1, 16, device=device)
         rowmax.attention(q, q, q, plan=backend)
         assert len(eager._prepared) <= 3
+
+
+# ---- rowmax.prepare --------------------------------------------------------------------------------------------------------
+
+DENSE, PACKED = "b2 h4/2 q5 k7 d16 fp32 causal", "b3 h2 q12 k17 d16/8 fp16 packed window(3,1)"
+
+
+def prepare(problem, operands, **options):
+    q, k, v, cu_q, cu_k = operands
+    masks = {"window": tuple(problem.band)}
+    return rowmax.prepare(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **masks, **options)
+
+
+@pytest.mark.parametrize("text", [DENSE, PACKED])
+def test_a_prepared_call_sees_what_was_written_in_place(text, backend, device):
+    problem = Problem.parse(text)
+    operands = testing.operands(problem, device=device)
+    attend = prepare(problem, operands, return_lse=True, plan=backend)
+    first = attend()
+    for seed in range(3):
+        for target, source in zip(operands, testing.operands(problem, device=device, seed=seed), strict=True):
+            if target is not None:
+                target.copy_(source)
+        results = attend()
+        assert all(a is b for a, b in zip(results, first, strict=True))
+        for got, want in zip(results, testing.attend(problem, operands, plan=backend), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_rows_that_leave_every_sequence_are_cleared(backend, device):
+    problem = Problem.parse(PACKED)
+    operands = testing.operands(problem, device=device, lengths=((6, 5), (4, 6), (2, 6)))
+    attend = prepare(problem, operands, return_lse=True, plan=backend)
+    attend()
+    for cu in operands[3:]:
+        cu.copy_(torch.tensor([0, 2, 4, 6]))
+    out, lse = attend()
+    assert not bool(out[6:].any())
+    assert bool((lse[:, 6:] == -torch.inf).all())
+    assert bool(out[:6].any())
+
+
+def test_a_prepared_call_without_lse_or_keys_or_in_inference_mode(backend, device):
+    q, k = torch.randn(1, 5, 2, 16, device=device), torch.randn(1, 0, 2, 16, device=device)
+    attend = rowmax.prepare(q, k, k, return_lse=True, plan=backend)
+    out, lse = attend()
+    assert not bool(out.any())
+    assert bool((lse == -torch.inf).all())
+    with torch.inference_mode():
+        x = torch.randn(1, 5, 2, 16, device=device)
+        attend = rowmax.prepare(x, x, x, plan=backend)
+        want = attend().clone()
+    assert torch.equal(attend(), want)
+    del x
+    assert torch.equal(attend(), want)
+
+
+def test_a_prepared_call_reads_negated_tensors_right(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    negated = torch._neg_view(q)
+    want = rowmax.attention(-q, q, q, plan=backend)
+    assert torch.equal(rowmax.prepare(negated, q, q, plan=backend)(), want)
+
+
+def test_prepare_refuses_what_it_cannot_give(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device, requires_grad=True)
+    with pytest.raises(rowmax.ProblemError, match=r"no gradients.*torch\.no_grad"):
+        rowmax.prepare(q, q, q, plan=backend)
+    with torch.no_grad():
+        assert not rowmax.prepare(q, q, q, plan=backend)().requires_grad
+    packed, cu = torch.randn(6, 2, 16, device=device), torch.tensor([0, 9, 6, 9], dtype=torch.int32, device=device)[::2]
+    for options in ({"cu_seqlens_q": cu, "cu_seqlens_k": cu}, {"cu_seqlens_q": 3}, {"causal": 1}, {"scale": True}):
+        with pytest.raises(rowmax.ProblemError):
+            rowmax.prepare(packed, packed, packed, plan=backend, **options)
+
+
+def test_autograd_notices_that_a_prepared_output_was_overwritten(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    attend = rowmax.prepare(q, q, q, plan=backend)
+    weight = torch.ones((), device=device, requires_grad=True)
+    loss = (attend() * weight).sum()
+    attend()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_prepared_call_says_what_it_is(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    text = repr(rowmax.prepare(q, q, q, causal=True, plan=backend))
+    assert "b1 h2 q5 k5 d16 fp32 causal" in text
+    assert backend in text

@@ -1,7 +1,7 @@
 """rowmax: exact attention for PyTorch in pure Python, as fast as the chip allows, and it tells you why."""
 
 from rowmax import reference
-from rowmax.api import attention, attention_varlen, merge
+from rowmax.api import attention, attention_varlen, merge, prepare
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.mask import Band
@@ -20,5 +20,6 @@ __all__ = [
     "attention_varlen",
     "merge",
     "plan",
+    "prepare",
     "reference",
 ]

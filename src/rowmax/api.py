@@ -4,7 +4,7 @@ from typing import Optional, Union
 
 import torch
 
-from rowmax.eager import forward_without_gradient
+from rowmax.eager import Prepared, forward_without_gradient
 from rowmax.errors import ProblemError
 from rowmax.ops import FORWARD, in_forward_mode
 from rowmax.plan import Plan
@@ -81,9 +81,7 @@ def attention_varlen(
 
     The other arguments, errors and conventions (bottom-right alignment within each sequence) are those of `attention`.
     """
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(cu, torch.Tensor):
-            raise ProblemError(f"{name} must be an int32 tensor of shape [B + 1]; got {type(cu).__name__}.")
+    _check_lengths(cu_seqlens_q, cu_seqlens_k)
     return _call(
         q,
         k,
@@ -99,6 +97,53 @@ def attention_varlen(
         deterministic,
         plan,
     )
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: Optional[torch.Tensor] = None,
+    cu_seqlens_k: Optional[torch.Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    causal: bool = False,
+    window: Optional[Window] = None,
+    scale: Optional[float] = None,
+    return_lse: bool = False,
+    plan: Union[None, str, Plan] = None,
+) -> Prepared:
+    """A call of `attention`, or with `cu_seqlens` of `attention_varlen`, of which all but the launch is done once.
+
+    For loops that compute attention of the same buffers again and again, written in place between the calls:
+
+        attend = rowmax.prepare(q, k, v, causal=True)
+        for step in steps:
+            q.copy_(...)
+            out = attend()
+
+    Args:
+        As for `attention` and `attention_varlen`. `cu_seqlens` are contiguous; on a GPU their values may change in between.
+
+    Returns:
+        A function without arguments. It computes what `attention` gives for what the tensors hold by then, without gradients
+        and whatever autocast says, and returns the same tensors every time, overwritten: clone what must last. It keeps the
+        tensors and its outputs alive, and its calls must follow one another, as on one stream. The first one may compile
+        kernels.
+
+    Raises:
+        ProblemError, Unsupported: as `attention`; and if an input requires gradients, which the result cannot have.
+    """
+    _check_lengths(cu_seqlens_q, cu_seqlens_k, optional=True)
+    numbers = _numbers(q, k, v, max_seqlen_q, max_seqlen_k, causal, window, scale, return_lse, False, plan)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        fix = "Call it under torch.no_grad() or with detached tensors, or call rowmax.attention."
+        raise ProblemError(f"prepare gives no gradients, and an input requires them. {fix}")
+    for cu in (cu_seqlens_q, cu_seqlens_k):
+        if cu is not None and not cu.is_contiguous():
+            raise ProblemError(f"prepare reads cu_seqlens in place and needs them contiguous; got stride {cu.stride()}.")
+    return Prepared(return_lse, return_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers)
 
 
 def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,25 +187,44 @@ def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, deterministic, plan):
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    numbers = _numbers(q, k, v, max_q, max_k, causal, window, scale, return_lse, deterministic, plan)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _as_autocast(q, k, v)
+    need_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    dispatched = need_grad or torch.compiler.is_compiling() or in_forward_mode()
+    forward = FORWARD if dispatched else forward_without_gradient
+    out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, *numbers)
+    return (out, lse) if return_lse else out
+
+
+def _numbers(q, k, v, max_q, max_k, causal, window, scale, return_lse, deterministic, plan):
+    """The operator's arguments behind the tensors. What depends on tensors is checked there."""
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(tensor, torch.Tensor):
+                raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
     for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
         if flag is not True and flag is not False:
             raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
     left, right = _band(causal, window)
-    device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
-    need_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = scale if scale is None or type(scale) is float else _number("scale", scale)
-    dispatched = need_grad or torch.compiler.is_compiling() or in_forward_mode()
-    forward = FORWARD if dispatched else forward_without_gradient
-    max_q, max_k = _hint("max_seqlen_q", max_q), _hint("max_seqlen_k", max_k)
-    preferred = "" if plan is None else str(plan)
-    out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, preferred)
-    return (out, lse) if return_lse else out
+    if max_q is not None or max_k is not None:
+        max_q, max_k = _hint("max_seqlen_q", max_q), _hint("max_seqlen_k", max_k)
+    return max_q, max_k, scale, left, right, deterministic, "" if plan is None else str(plan)
+
+
+def _as_autocast(q, k, v):
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v)]
+
+
+def _check_lengths(cu_seqlens_q, cu_seqlens_k, optional: bool = False) -> None:
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, torch.Tensor) and not (optional and cu is None):
+            raise ProblemError(f"{name} must be an int32 tensor of shape [B + 1]; got {type(cu).__name__}.")
 
 
 def _band(causal: bool, window: Optional[Window]):

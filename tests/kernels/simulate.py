@@ -29,7 +29,6 @@ from rowmax.kernels import address, launch, tile_ops
 from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
 
-UNWRITTEN = 0x7FFFABCD  # in the flags before the kernel runs
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
 
 
@@ -429,8 +428,7 @@ def forward(
     """`(out, lse, suspect)` of the launcher's two kernels; the second one in Triton's interpreter, where a tile is suspect.
 
     `blocks`: how many, where the schedule leaves it open. `mutant`: one replacement of text in the source. `repair`: run the
-    second kernel. `suspect`: whether a row of each 64 is, or -1 where nobody wrote. The counter of a dynamic schedule must be
-    left as it was found.
+    second kernel. `suspect`: 1 where one of 64 rows is, else 0. The counter and the flags must be left at 0.
     """
     out_shape, lse_shape = problem.outputs()
     out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
@@ -439,7 +437,6 @@ def forward(
     arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
     suspect, counter = call.tensors[8:10]
-    suspect.fill_(UNWRITTEN)
     code = sources(mutant)
     programs = call.programs if tile.schedule == "grid" else min(blocks, call.programs)
     for program in range(programs):
@@ -449,10 +446,12 @@ def forward(
         names["forward_kernel"](*arguments[:-1], build)
     if counter is not None and int(counter):
         raise Wrong(f"the next call finds {int(counter)} in the counter")
-    marked = suspect == int(address.SUSPECT)
+    marked = suspect.clone()
     if repair and bool(marked.any()):
         launch._launch(out.device, guard)
-    return out, lse, torch.where(suspect == UNWRITTEN, -1, marked.int())
+        if bool(suspect.any()):
+            raise Wrong("the next call finds flags that are set")
+    return out, lse, marked
 
 
 def _argument(x):

@@ -84,6 +84,32 @@ def test_a_value_that_is_not_finite_reaches_exactly_the_rows_that_see_it(kind, t
     assert bool((suspect == 0).any())
 
 
+@pytest.mark.parametrize("tile", [STATIC, THREE, ONE])
+def test_flags_stand_for_64_rows_of_a_head_and_sequence(tile):
+    """A NaN in one row of q, and exactly one flag is set."""
+    dense, packed = Problem.parse("b2 h3 q200 k60 d64 fp16"), Problem.parse("b5 h2 q330 k330 d64 fp16 packed causal")
+    starts, lengths = (0, 10, 10, 80, 210), (10, 0, 70, 130, 120)
+    places = [(dense, b, row, head, (3 * b + head) * 4 + row // 64) for b, row, head in ((0, 0, 0), (1, 199, 2), (1, 64, 1))]
+    for sequence, row, head in ((0, 9, 0), (2, 0, 1), (2, 69, 0), (3, 129, 1), (4, 119, 1)):
+        number = head * (330 // 64 + 5) + starts[sequence] // 64 + sequence + row // 64
+        places.append((packed, sequence, row, head, number))
+    for problem, b, row, head, number in places:
+        operands = testing.operands(problem, lengths=tuple(zip(lengths, lengths, strict=True)) if problem.packed else None)
+        index = (starts[b] + row, head) if problem.packed else (b, row, head)
+        operands.q[index] = float("nan")
+        report, suspect = run(problem, operands, tile)
+        assert report.ok, str(report)
+        assert suspect.nonzero().flatten().tolist() == [number]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 12, 99])
+def test_the_counter_is_left_at_zero_by_any_number_of_blocks(blocks):
+    """The simulator looks at it after every call."""
+    problem = Problem.parse("b2 h3 q200 k60 d64 bf16")
+    report, _ = run(problem, testing.operands(problem), DYNAMIC, blocks=blocks)
+    assert report.ok, str(report)
+
+
 def test_values_that_nobody_sees_have_no_effect():
     problem = Problem.parse("b1 h2 q100 k300 d64 bf16 window(40,3)")
     operands = testing.operands(problem)
@@ -149,6 +175,8 @@ NARROW, WIDE = "b1 h1 q99 k99 d64 bf16 window(9,9)", "b1 h1 q300 k300 d64 bf16 w
 GROUPED, MANY_KEYS, RAGGED = "b1 h4/2 q70 k70 d64 bf16", "b1 h3 q300 k2048 d64 bf16", "b1 h1 q70 k70 d64 bf16"
 SPLIT = "b1 h1 q100 k100 d96 bf16 causal"
 NAN = "b1 h1 q90 k90 d64 fp16 causal"
+NAN_HEADS, NAN_PACKED = "b3 h2 q130 k130 d64 fp16 causal", "b4 h2 q300 k300 d64 fp16 packed causal"
+NAN_TILES = "b1 h1 q250 k250 d64 fp16 causal"
 EDGES = "(col < full_start) | (col >= full_end)"
 WAIT_Q = "        wait_full(q_ring, round, BUILD.Q_STAGES, True, CONSUMER, BUILD.CONSUMERS)\n"
 WAIT_S = "    s = warpgroup_mma_wait(1, deps=[s])\n"
@@ -199,6 +227,14 @@ MUTANTS = {
     "heads of a small last group": ("gl.minimum(members, every", "gl.maximum(members, 0 * every", MANY_KEYS, DYNAMIC),
     "a store into the next sequence": ("if row + ROWS <= len_q:", "if row < len_q:", PACKED, GRID),
     "K of another sequence": ("begin_k + start + (", "start + (", PACKED, GRID),
+    "counter not reset": ("        gl.store(counter, 0, mask", "        (dict)(counter=counter, mask", CAUSAL, DYNAMIC),
+    "counter reset by one tile too few": ("mask=tile >= total - 1 +", "mask=tile >= total +", CAUSAL, DYNAMIC),
+    "flag of another head": ("number = (b * heads + head) *", "number = (b * heads + head * 0) *", NAN_HEADS, STATIC, "nan(v)"),
+    "flag of another batch": ("number = (b * heads + head) *", "number = (b * heads + heads + head) *", NAN_HEADS, STATIC, "nan(v)"),
+    "flag of another tile": (" + row // ROWS\n    if BUILD", " + (row // ROWS ^ 1)\n    if BUILD", NAN_TILES, ONE, "nan(v)"),
+    "flags of 128 rows": ("+ own + row // ROWS", "+ own + row // 128", NAN_PACKED, STATIC, "nan(v)"),
+    "flag of another sequence": (" + sequence_of(begin_q + row, cu_q, batch)", "", NAN_PACKED, STATIC, "nan(v)"),
+    "a mark at every row": ("1, mask=bad & inside)", "1, mask=inside)", CAUSAL, STATIC),
     "NaN not noticed": ("gl.where(acc != acc, 1, 0)", "gl.where(acc != acc, 0, 0)", NAN, GRID, "nan(v)"),
     "LSE in base 2": ("gl.log2(l_safe)) * 0.6931471805599453", "gl.log2(l_safe))", CAUSAL, STATIC),
 }  # fmt: skip

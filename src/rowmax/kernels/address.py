@@ -9,8 +9,6 @@ import triton.language as tl
 
 from rowmax.kernels.tile_ops import clamp
 
-SUSPECT = tl.constexpr(0x5A5BAD5A)  # what hardly stands by chance in memory that nobody wrote
-
 
 @triton.jit
 def find_sequence(tile, cu_seqlens, batch, BLOCK: tl.constexpr):

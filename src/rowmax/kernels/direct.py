@@ -35,13 +35,14 @@ class Launcher:
     """A compiled kernel and its grid, on the device that is current when it is made."""
 
     def __init__(self, compiled: Any, programs: int):
+        self.compiled = compiled
         self._public = compiled[(programs, 1, 1)]
         self._metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
         device = triton.runtime.driver.active.get_current_device()
         stream_of = triton.runtime.driver.active.get_current_stream
         self.stream: Callable[[], int] = lambda: stream_of(device)
         direct = _direct(compiled, programs)
-        self._is_direct = direct is not None
+        self.is_direct = direct is not None
         self.enqueue: Callable = direct or self._publicly  # (stream, *arguments), descriptors as by `descriptors`
 
     def __call__(self, *arguments) -> None:
@@ -56,7 +57,7 @@ class Launcher:
 
     def descriptors(self, given: "tuple[Any, ...]") -> list:
         """For each of the kernel's descriptors in turn: `[address]` gives the arguments of `enqueue` for it there."""
-        if not self._is_direct:
+        if not self.is_direct:
             return [_Plain(one) for one in given]
         return [_Encoded(one, meta) for one, meta in zip(given, self._metas, strict=True)]
 

@@ -202,8 +202,8 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     block_d, block_d2, block_dv = padded_dims(problem)
     flags, flag_tiles = hopper_flags(problem)
-    suspect = q.new_empty(flags, dtype=torch.int32)
-    counter = q.new_zeros(1, dtype=torch.int32) if tile.schedule == "dynamic" else None
+    memory = q.new_zeros(scratch.FLAGS_AT + flags, dtype=torch.int32)
+    suspect, counter = memory[scratch.FLAGS_AT :], memory[:1] if tile.schedule == "dynamic" else None
     sources = (
         *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(k, tile.block_n, block_d)),
         *(_descriptor(v, tile.block_n, block_dv), _descriptor(out, CONSUMER_ROWS, block_dv)),

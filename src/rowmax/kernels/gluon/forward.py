@@ -19,8 +19,8 @@ multiprocessor takes for a 128x128 tile):
 * Row sums stay apart in the four threads of a row until the end: 3070 cycles before, 2970 after.
 
 NaN and infinities. 0 * NaN is NaN, so a non-finite V at a key that a row does not see, in a tile that others see, reaches the
-row's accumulator; TMA cannot leave it out, and to look at every V tile would cost every call. Instead each consumer stores
-whether a row of its tile is suspect, and `guard.py`, launched behind, computes such tiles again as the portable kernel does.
+row's accumulator; TMA cannot leave it out, and to look at every V tile would cost every call. Instead a suspect row leaves a
+mark for its 64 rows, and `guard.py`, launched behind, computes these once more as the portable kernel does and wipes the mark.
 It reuses that kernel's code as it is; here, the same code would take registers from the loop.
 """
 
@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import SUSPECT, extent, find_sequence, sequence_of
+from rowmax.kernels.address import extent, find_sequence, sequence_of
 from rowmax.kernels.gluon.layouts import (
     column_layout,
     out_layout,
@@ -379,7 +379,7 @@ def _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, le
     if BUILD.PACKED:
         own = begin_q // ROWS + sequence_of(begin_q + row, cu_q, batch)
         number = head * (total_q // ROWS + batch) + own + row // ROWS
-    gl.store(suspect_ptr + number, gl.where(gl.max(gl.where(bad & inside, 1, 0), 0) > 0, SUSPECT, 0), mask=row < len_q)
+    gl.store(suspect_ptr + (number + rows * 0), 1, mask=bad & inside)
     if BUILD.NEED_LSE:
         gl.store(lse_ptr + line + rows, lse, mask=inside)
     o = _scale_rows(acc, inverse).to(o_source.dtype)
@@ -436,7 +436,7 @@ def forward_kernel(
     q2_source, k2_source,  # for dimensions from BLOCK_D on; None: there are none
     o_ptr,  # packed: [T, H, DIM_V]; None: dense
     lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
-    suspect_ptr,  # int32, one for every 64 rows, numbered as by `address.locate`: is a row suspect? Else not `SUSPECT`
+    suspect_ptr,  # int32, one for every 64 rows, numbered as by `address.locate`, all 0: becomes 1 where a row is suspect
     counter,  # int32 [1], 0 before and after; None: the schedule is not "dynamic"
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     scale_log2, band, batch, heads, tiles, members, total, len_q, len_k,

@@ -1,0 +1,197 @@
+"""Direct launches: what reaches the driver is what Triton's own way hands to it, and memory kept between calls is never shared.
+
+Run as a program, it launches through a driver that launches nothing (`fake_driver.py`) and prints what that driver saw.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+import torch
+
+from rowmax.kernels import scratch
+
+PROBLEMS = {
+    "b1 h8 q512 k512 d128 bf16 causal": "hopper[128x128 s2 q2 pingpong dynamic g8]",
+    "b3 h4/2 q300 k300 d128 bf16 packed window(9,inf)": "hopper[128x128 s2 q1 pingpong grid g8]",
+    "b2 h4/2 q300 k300 d192/128 bf16": "hopper[128x128 s2 q1 pingpong static]",
+    "b2 h4/2 q30 k30 d64 fp16 causal": "q_outer[64x64 w4 s2]",
+}
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="Triton's launchers need a C compiler, and so does the driver here")
+def test_what_reaches_the_driver(tmp_path):
+    import fake_driver
+
+    library = fake_driver.build(tmp_path)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"LD_LIBRARY_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, __file__, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [facts["problem"] for facts in found] == list(PROBLEMS)
+    for facts in found:
+        kernels = 2 if "hopper" in PROBLEMS[facts["problem"]] else 1
+        assert facts["direct"] == [True] * kernels, f"Triton's launcher is not known: {facts}"
+        assert facts["launches of a call"] == [kernels] * 3
+        assert facts["differences"] == [], "the direct launch hands over other parameters than Triton's own"
+        assert facts["early"] == [0, 1][:kernels], "the guard, and it alone, may start early"
+        assert facts["encoded again"] == 0, "descriptors of known addresses are encoded once more"
+        assert facts["heard"] == 2 * kernels, "a hook that was installed later is not called"
+        assert facts["kept"] <= 64
+
+
+def main(library: str) -> None:
+    import fake_driver
+    import triton
+
+    fake = fake_driver.install(Path(library))
+    torch.set_grad_enabled(False)
+    for text, plan in PROBLEMS.items():
+        print(json.dumps({"problem": text, **launched(fake, text, plan, triton.knobs.runtime)}), flush=True)
+
+
+def launched(fake, text: str, plan_text: str, runtime) -> dict:
+    """What the driver sees of calls on three sets of tensors, directly and by Triton's own way."""
+    from rowmax import Device, Problem, plan, testing
+    from rowmax.kernels import launch
+
+    problem = Problem.parse(text)
+    chosen = plan(problem, Device.named("H200"), prefer=plan_text)
+    forward = launch.Forward(problem, chosen, True)
+    given = [testing.operands(problem, seed=seed) for seed in range(3)]
+    counts = []
+    for operands in given:
+        before = fake.launches
+        out, lse = forward(*operands)
+        counts.append(fake.launches - before)
+
+    # What each launch hands over for the last tensors, as the driver sees it.
+    memory = torch.zeros(10_000, dtype=torch.int32)
+    tensors = (*given[2][:3], out, lse, *given[2][3:])
+    if "hopper" in plan_text:
+        first, second = launch.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
+        flags, counter = memory[scratch.FLAGS_AT :], memory if first.tensors[9] is not None else None
+        first = first._replace(tensors=(*first.tensors[:8], flags, counter, *first.tensors[10:]))
+        second = second._replace(tensors=(*second.tensors[:5], flags, *second.tensors[6:]))
+        launchers = [forward._again._forward, forward._again._guard]
+        direct = forward._again._arguments(memory.data_ptr(), *tensors)
+        calls = [first, second]
+    else:
+        calls = [launch.forward_call(problem, given[2], chosen.tiles[0], out, lse)]
+        launchers = [launch._launch(out.device, calls[0])]
+        direct = [(*map(launch._address, tensors), *calls[0].numbers)]
+    early, differences = [], []
+    for launcher, mine, call in zip(launchers, direct, calls, strict=True):
+        count = parameters(launcher.compiled.src.signature.values())
+        fake.keep(count)
+        launcher.enqueue(0, *mine)
+        early.append(fake.attributes)
+        one = [fake.grid, fake.attributes, *fake.params(count)]
+        launcher._public(*call.tensors, *call.numbers)
+        other = [fake.grid, fake.attributes, *fake.params(count)]
+        fake.keep(0)
+        differences += [[i, a, b] for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+
+    encoded = fake.encoded
+    if "hopper" in plan_text:
+        for _ in range(3):
+            forward._again(*tensors)
+        bound = forward.into(given[2], out, lse)
+        bound()
+        bound()
+    again = fake.encoded - encoded
+    heard: list = []
+    runtime.launch_enter_hook.add(heard.append)
+    runtime.launch_exit_hook.add(heard.append)
+    forward(*given[0])
+    runtime.launch_enter_hook.calls.clear()
+    runtime.launch_exit_hook.calls.clear()
+    kept = 0
+    if "hopper" in plan_text:
+        for place in range(100):
+            forward._again._sources[0][16 * place]
+        kept = len(forward._again._sources[0])
+    return {
+        "direct": [launcher.is_direct for launcher in launchers],
+        "launches of a call": counts,
+        "differences": differences,
+        "early": early,
+        "encoded again": again,
+        "heard": len(heard),
+        "kept": kept,
+    }
+
+
+def parameters(signature) -> int:
+    """How many the driver is handed: a descriptor comes with sizes and strides of its four dimensions."""
+    count = 0
+    for kind in signature:
+        if isinstance(kind, tuple):
+            count += parameters(kind)
+        elif kind != "constexpr":
+            count += 9 if kind.startswith("tensordesc") else 1
+    return count
+
+
+# ---- memory kept between calls -----------------------------------------------------------------------------------------------
+
+LIKE = torch.empty(0)
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """`capturing(True)`: the current stream is being captured."""
+    state = {"now": False}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["now"])
+    monkeypatch.setattr(scratch, "_kept", {})
+    return lambda now: state.update(now=now)
+
+
+def test_memory_is_kept_for_the_next_call_on_its_stream_alone(capturing):
+    key, first = scratch.take(LIKE, 0, 7, 100)
+    assert not bool(first.any())
+    assert first.numel() >= 100
+    _, beside = scratch.take(LIKE, 0, 7, 100)  # another thread, before the first has given back
+    assert beside.data_ptr() != first.data_ptr()
+    scratch.give_back(key, first)
+    for stream, device in ((8, 0), (7, 1)):
+        assert scratch.take(LIKE, device, stream, 100)[1] is not first
+    assert scratch.take(LIKE, 0, 7, 90)[1] is first
+
+
+def test_too_little_memory_is_replaced(capturing):
+    key, first = scratch.take(LIKE, 0, 7, 100)
+    scratch.give_back(key, first)
+    key, second = scratch.take(LIKE, 0, 7, 101)
+    assert second.numel() >= 101
+    assert not bool(second.any())
+    scratch.give_back(key, second)
+    assert scratch.take(LIKE, 0, 7, 100)[1] is second
+
+
+def test_memory_of_a_captured_stream_or_of_many_streams_is_not_kept(capturing):
+    scratch.give_back(*scratch.take(LIKE, 0, 7, 100))
+    kept = scratch._kept[0, 7]
+    capturing(True)
+    key, memory = scratch.take(LIKE, 0, 7, 100)
+    assert memory is not kept
+    scratch.give_back(key, memory)
+    assert scratch._kept[0, 7] is kept
+    capturing(False)
+    scratch.give_back(*scratch.take(LIKE, 0, scratch.PER_THREAD, 100))
+    assert list(scratch._kept) == [(0, 7)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
