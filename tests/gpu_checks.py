@@ -5,10 +5,12 @@ Each raises an AssertionError that says what is wrong.
 
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+import rowmax
 from rowmax import Problem, merge, reference, testing
 from rowmax.problem import Operands
 
@@ -230,6 +232,81 @@ def prepared_launches_give_what_the_operator_gives():
                     got = testing.attend(problem, operands)
                 torch.cuda.synchronize()
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"'{text}' {layout} seed {seed}"
+
+
+def forward_plans():
+    """The plan's own, and those of the Hopper forward where it runs, with each way of handing out tiles."""
+    hopper = [f"hopper[128x64 s2 q1 {schedule}]" for schedule in ("grid", "static", "dynamic")]
+    return ["", *(hopper if torch.cuda.get_device_capability() == (9, 0) else [])]
+
+
+@check
+def rowmax_prepare_gives_what_attention_gives():
+    """Bit for bit: also after the tensors were overwritten in place, on another stream, and when a graph replays it."""
+    for plan in forward_plans():
+        for text in ("b2 h4/2 q300 k330 d64 bf16 causal", "b3 h4/2 q300 k300 d128 fp16 packed causal"):
+            problem, operands, _ = prepared(text)
+            q, k, v, cu_q, cu_k = operands
+            options = {"causal": True, "return_lse": True, "plan": plan or None}
+            attend = rowmax.prepare(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+            graph = torch.cuda.CUDAGraph()
+            for seed in range(1, 6):
+                for target, source in zip(operands, testing.operands(problem, seed=seed, device="cuda"), strict=True):
+                    if target is not None:
+                        target.copy_(source)
+                torch.cuda.synchronize()
+                with torch.cuda.stream(torch.cuda.Stream() if seed == 2 else torch.cuda.default_stream()):
+                    results = attend()
+                torch.cuda.synchronize()
+                for a, b in zip(results, testing.attend(problem, operands, plan=plan), strict=True):
+                    assert torch.equal(a, b), f"'{text}' plan '{plan}': call {seed} differs"
+            with torch.cuda.graph(graph):
+                attend()
+            q.mul_(-1)
+            graph.replay()
+            for a, b in zip(results, testing.attend(problem, operands, plan=plan), strict=True):
+                assert torch.equal(a, b), f"'{text}' plan '{plan}': a replay differs"
+
+
+@check
+def calls_in_a_row_share_a_counter_and_flags_without_harm():
+    """Of the Hopper forward: many calls of different sizes in a row, on streams and threads side by side, beside graphs that
+    are replayed, and after calls with a NaN, whose flags must be gone."""
+    texts = ("b2 h4 q300 k330 d64 bf16 causal", "b1 h8/2 q1100 k1100 d64 bf16", "b3 h4 q500 k500 d64 bf16 packed causal")
+    for plan in forward_plans():
+        cases = [prepared(text, seed=seed)[:2] for text in texts for seed in (0, 1)]
+        broken = prepared(texts[0], kind="nan(v)")[:2]
+        want = [testing.attend(*case, plan=plan) for case in cases]
+        graph = torch.cuda.CUDAGraph()
+        testing.attend(*cases[0], plan=plan)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = testing.attend(*cases[0], plan=plan)
+
+        def go(number, plan=plan, cases=cases, broken=broken, want=want):
+            with torch.cuda.stream(torch.cuda.default_stream() if number % 2 else torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                results = []
+                for turn in range(30):
+                    if turn % 7 == number:
+                        testing.attend(*broken, plan=plan)
+                    results.append(testing.attend(*cases[turn % len(cases)], plan=plan))
+                torch.cuda.current_stream().synchronize()
+            return all(
+                torch.equal(a, b) for turn, got in enumerate(results) for a, b in zip(got, want[turn % len(cases)], strict=True)
+            )
+
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(go, number) for number in range(4)]
+            for _ in range(20):
+                graph.replay()
+            assert all(future.result() for future in waiting), f"plan '{plan}': a result differs"
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, want[0], strict=True)), f"plan '{plan}': a replay differs"
+        for case in (broken, cases[0]):
+            report = testing.check_forward(*case, *testing.attend(*case, plan=plan))
+            assert report.ok, f"plan '{plan}': {report}"
 
 
 @check

@@ -230,7 +230,7 @@ MUTANTS = {
     "counter not reset": ("        gl.store(counter, 0, mask", "        (dict)(counter=counter, mask", CAUSAL, DYNAMIC),
     "counter reset by one tile too few": ("mask=tile >= total - 1 +", "mask=tile >= total +", CAUSAL, DYNAMIC),
     "flag of another head": ("number = (b * heads + head) *", "number = (b * heads + head * 0) *", NAN_HEADS, STATIC, "nan(v)"),
-    "flag of another batch": ("number = (b * heads + head) *", "number = (b * heads + heads + head) *", NAN_HEADS, STATIC, "nan(v)"),
+    "flag of another batch": ("number = (b * heads + head)", "number = ((b + 1) * heads + head)", NAN_HEADS, STATIC, "nan(v)"),
     "flag of another tile": (" + row // ROWS\n    if BUILD", " + (row // ROWS ^ 1)\n    if BUILD", NAN_TILES, ONE, "nan(v)"),
     "flags of 128 rows": ("+ own + row // ROWS", "+ own + row // 128", NAN_PACKED, STATIC, "nan(v)"),
     "flag of another sequence": (" + sequence_of(begin_q + row, cu_q, batch)", "", NAN_PACKED, STATIC, "nan(v)"),
