@@ -29,20 +29,6 @@ def find_sequence(tile, cu_seqlens, batch, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(row, cu_seqlens, batch):
-    """The sequence that holds a row of a packed tensor."""
-    low = 0
-    high = batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens + middle).to(tl.int32) <= row:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
 def extent(cu_seqlens, b, total):
     """`(begin, length)` of sequence b in a packed tensor of `total` rows."""
     begin = clamp(tl.load(cu_seqlens + b), 0, total).to(tl.int32)

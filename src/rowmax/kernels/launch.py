@@ -19,7 +19,7 @@ from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
-from rowmax.plan.hopper import HopperTile, padded_dims
+from rowmax.plan.hopper import HopperTile, out_columns, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -205,21 +205,23 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
 
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     block_d, block_d2, block_dv = padded_dims(problem)
+    block_o = out_columns(problem, tile)
     flags, flag_tiles = hopper_flags(problem)
     memory = q.new_zeros(scratch.FLAGS_AT + flags, dtype=torch.int32)
     suspect, counter = memory[scratch.FLAGS_AT :], memory[:1] if tile.schedule == "dynamic" else None
     sources = (
         *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(k, tile.block_n, block_d)),
-        *(_descriptor(v, tile.block_n, block_dv), _descriptor(out, CONSUMER_ROWS, block_dv)),
+        *(_descriptor(v, tile.block_n, block_dv), _descriptor(out, CONSUMER_ROWS, block_o)),
         *((_descriptor(q, CONSUMER_ROWS, block_d2), _descriptor(k, tile.block_n, block_d2)) if block_d2 else (None, None)),
     )
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     total = _programs(problem, tiles, problem.heads_q)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
+    banded, skips = _hidden(problem, tile)
     build = Build(
-        *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv),
-        *(problem.band != Band(), problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong, tile.lazy),
-        *(tile.schedule, *tile.registers(problem.packed)),
+        *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv, block_o),
+        *(banded, skips, problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong, tile.lazy),
+        *(tile.schedule, *tile.registers()),
     )
     numbers: tuple = (
         *(
@@ -234,7 +236,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         *(problem.len_q, problem.len_k, build),
     )
     tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k)
-    forward = Call(hopper_kernel, total if tile.schedule == "grid" else min(sms, total), tensors, numbers, tile)
+    forward = Call(hopper_kernel, min(sms, total), tensors, numbers, tile)
 
     numbers = (
         *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
@@ -250,6 +252,22 @@ def hopper_flags(problem: Problem) -> tuple[int, int]:
     """How many flags the Hopper forward leaves for its guard, and of them for each head."""
     tiles = _row_tiles(problem, problem.len_q, CONSUMER_ROWS)
     return _programs(problem, tiles, problem.heads_q), tiles
+
+
+def _hidden(problem: Problem, tile: HopperTile) -> tuple[bool, bool]:
+    """Whether, behind the first key tile that a consumer takes, some may be hidden from some rows, and whether it skips some.
+
+    With a causal mask the diagonal of 64 rows lies within one key tile if both start at multiples of 64: then a consumer that
+    leaves out the key tiles behind it has to mask its first one only.
+    """
+    if problem.band == Band():
+        return False, False
+    shift = problem.len_k - problem.len_q
+    if problem.packed or problem.band != Band(None, 0) or shift % CONSUMER_ROWS or tile.block_n % CONSUMER_ROWS:
+        return True, False
+    starts = [(i * tile.block_m + shift) % tile.block_n for i in range(tile.block_n // CONSUMER_ROWS)]
+    most = max((start + tile.block_m - 1) // tile.block_n - (start + CONSUMER_ROWS - 1) // tile.block_n for start in starts)
+    return (False, most > 0) if most < tile.stages else (True, False)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:

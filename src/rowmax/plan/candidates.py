@@ -84,8 +84,6 @@ def _hopper_tiles(problem: Problem) -> list[HopperTile]:
     ):
         if pingpong and block_m == 64:
             continue  # one consumer has nobody to take turns with
-        if schedule == "grid" and q_stages > 1:
-            continue  # a block that computes one tile fetches one
         words: dict[str, Any] = {"pingpong": pingpong, "lazy": lazy, "schedule": schedule, "group_mb": group}
         found.append(HopperTile(block_m, block_n, 4, stages, q_stages=q_stages, **words))
     return found

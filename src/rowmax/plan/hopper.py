@@ -1,7 +1,6 @@
 """`hopper`, the forward for NVIDIA Hopper in Gluon: warps that fetch and warps that compute (`kernels/gluon/forward.py`).
 
-Figures in the table are of the kernel's prototype on an H200 (2026-11-29, triton 3.6.0, bf16, full / causal at 16k tokens,
-TFLOP/s); the kernel itself has not been measured, so that the plan takes it only when it is asked for by name.
+Measured on an H200 with triton 3.6.0, bf16, beside FlashAttention-3: `benchmarks/results/`.
 """
 
 import re
@@ -18,9 +17,10 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 ROWS = 64  # of a consumer
-SCHEDULES = ("grid", "static", "dynamic")
+SHARED_BYTES = 232_448  # that a block may take
+BARRIERS = 1024  # bytes, and more than are needed
+SCHEDULES = ("static", "dynamic")
 WORDS = ("pingpong", "lazy", *SCHEDULES)
-UNMEASURED = "not measured yet: ask for it with plan='hopper'"
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
 
@@ -33,25 +33,23 @@ class HopperTile(Tile):
         q_stages: Q tiles in flight; with 2 the next one is fetched while this one is computed.
         pingpong: consumers issue their products in turn.
         lazy: the accumulator is scaled only where a maximum has grown by 2^8 and more.
-        schedule: "grid", one block a tile; "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
+        schedule: "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
         group_mb: heads are computed in groups whose K/V take this much of the L2 cache; 0: one head after another.
     """
 
     q_stages: int = 1
     pingpong: bool = False
     lazy: bool = False
-    schedule: str = "grid"
+    schedule: str = "static"
     group_mb: int = 0
 
     @property
     def consumers(self) -> int:
         return self.block_m // ROWS
 
-    def registers(self, packed: bool) -> tuple[int, int]:
+    def registers(self) -> tuple[int, int]:
         """Of a thread of a consumer and of the producer, whose warp counts as four; together at most 65,536 in a block."""
-        if self.consumers == 3:
-            return 160, 32
-        return (232, 40) if packed else (240, 24)  # the producer of packed sequences spills with 24
+        return (160, 32) if self.consumers == 3 else (232, 40)
 
     def __str__(self) -> str:
         words = [
@@ -69,7 +67,7 @@ class HopperTile(Tile):
         size, *words = text.split()
         block_m, block_n = map(int, size.split("x"))
         number = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[sqg]\d+", word)}
-        schedule = next((word for word in words if word in SCHEDULES), "grid")
+        schedule = next((word for word in words if word in SCHEDULES), "static")
         unknown = [word for word in words if not re.fullmatch(r"[sqg]\d+", word) and word not in WORDS]
         if unknown or block_m not in (64, 128, 192) or block_n < 16 or block_n & (block_n - 1):
             raise ValueError(
@@ -82,14 +80,10 @@ class HopperTile(Tile):
 
 # Largest padded head dimension -> tile for a full mask or a window, and for a causal one.
 _TABLE = {
-    # 513 / 510 (2 x 64 rows, 4 stages: 442; 3 x 64 rows, BN 64: 452)
-    64: ("192x128 s2 q2 pingpong static", "192x128 s2 q2 pingpong dynamic g8"),
-    # 645 / 630 with one block a tile (static 573); 3 x 64 rows, BN 64: 595 / 548
-    128: ("128x128 s2 q1 pingpong static", "128x128 s2 q1 pingpong grid g8"),
-    # not tried before
-    192: ("128x128 s2 q1 pingpong static", "128x128 s2 q1 pingpong grid g8"),
-    # 688 / 647 with one block a tile (static 590)
-    256: ("128x64 s2 q1 static", "128x64 s2 q1 grid g64"),
+    64: ("192x128 s3 q2 lazy dynamic", "192x128 s3 q2 lazy dynamic g16"),
+    128: ("128x128 s2 q2 pingpong lazy static", "128x128 s2 q2 pingpong lazy dynamic g16"),
+    192: ("128x128 s2 q1 pingpong lazy static", "128x128 s2 q1 pingpong lazy dynamic g16"),
+    256: ("128x64 s2 q1 lazy static", "128x64 s2 q1 pingpong lazy dynamic g32"),
 }
 
 
@@ -132,9 +126,26 @@ def padded_dims(problem: Problem) -> tuple[int, int, int]:
     return block_d, 0, block_dv
 
 
+def out_columns(problem: Problem, tile: HopperTile) -> int:
+    """Columns of O that a consumer hands to TMA at once: all or half, at most 128, and no more than there is room for."""
+    most = min(padded_dims(problem)[2], 128)
+    return most if most <= 64 or _shared_bytes(problem, tile, most) <= SHARED_BYTES else most // 2
+
+
+def shared_bytes(problem: Problem, tile: HopperTile) -> int:
+    """Shared memory of a block, but for the barriers' few hundred bytes, which `BARRIERS` covers."""
+    return _shared_bytes(problem, tile, out_columns(problem, tile))
+
+
+def _shared_bytes(problem: Problem, tile: HopperTile, columns: int) -> int:
+    first, second, dim_v = padded_dims(problem)
+    keys = tile.stages * tile.block_n * (first + second + dim_v)
+    return 2 * (tile.q_stages * tile.block_m * (first + second) + keys + tile.block_m * columns) + BARRIERS
+
+
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
     first, second, block_dv = padded_dims(problem)
     size = max(first + second, block_dv)
     row = next(row for largest, row in _TABLE.items() if size <= largest)
     causal = problem.band == Band(None, 0)
-    return (HopperTile.parse(row[causal]),), "the fastest of the kernel's prototype on an H200 at 16k tokens"
+    return (HopperTile.parse(row[causal]),), "the fastest on an H200 at 16k tokens"

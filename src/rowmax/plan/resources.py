@@ -10,12 +10,12 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
+from rowmax.plan import hopper
 from rowmax.plan.hopper import HopperTile, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 KERNELS = {("forward", 1): ("forward",), ("backward", 2): ("dq", "dkdv"), ("backward", 3): ("dq", "dk", "dv")}
-BARRIERS = 1024  # bytes, and more than `hopper` needs
 REGISTERS = 255  # of a thread
 ADDRESSES = 24  # registers of a consumer for all that is no tile: with less the prototype spilled
 
@@ -40,10 +40,7 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
 def shared_bytes(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
     """Shared memory of a block: exact for `hopper` but for the barriers, at most the truth for `q_outer`."""
     if isinstance(tile, HopperTile):
-        first, second, dim_v = padded_dims(problem)
-        out = 0 if first == dim_v else tile.block_m * dim_v  # otherwise O takes the place of Q
-        elements = tile.q_stages * tile.block_m * (first + second) + tile.stages * tile.block_n * (first + second + dim_v) + out
-        return 2 * elements + BARRIERS
+        return hopper.shared_bytes(problem, tile)
     dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
     rows, columns = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     kept = rows * (dim if kernel in ("forward", "dv") else dim + dim_v)
@@ -85,7 +82,7 @@ def _misfit_of_hopper(problem: Problem, tile: HopperTile) -> Optional[str]:
         return "stages are 1 to 8, those of Q 1 or 2, groups at most 1024 MB"
     if tile.block_n > 256:
         return "has at most 256 columns"
-    has, needs = tile.registers(problem.packed)[0], registers(problem, "forward", tile)
+    has, needs = tile.registers()[0], registers(problem, "forward", tile)
     return f"needs {needs} registers a thread; a consumer has {has}" if needs > has else None
 
 

@@ -6,17 +6,22 @@ The shape and the names are those of `kernels/triton/forward.py`; what is added 
 `kernels/launch.py`. Source: Shah et al., "FlashAttention-3" (2024), algorithm 2 with its two overlaps: the softmax of key tile
 j runs while the tensor cores do P V of tile j - 1 for the same consumer, and, in turns (`PINGPONG`), products of the others.
 
-Key tiles are walked from the last to the first. The first turn always masks its elements, later ones only where a band cuts.
+Key tiles are walked from the last to the first. The producer tells the consumers which rows are next (`announce`): to work that
+out takes a warp longer than to compute a key tile, so that it does so ahead of time, and once instead of in every consumer.
 
-The order inside `_step`, each part measured on an H200 with the kernel's prototype (d128, 16k tokens; cycles that a
-multiprocessor takes for a 128x128 tile):
+Figures below are from an H200, d128, 16k tokens: cycles that a multiprocessor takes for a 128x128 tile, of which the tensor
+cores need 2048; it takes 2330 now.
 
-* Q K^T of this tile is issued before P V of the last: products finish in the order of their issue, and S is awaited first.
-* The accumulator is scaled between the two issues, by an `opaque` alpha. Left alone, ptxas does so after the wait for P V,
-  where nothing else runs: 2970 cycles instead of 2840.
+* Q K^T of a tile is issued before P V of the one before: products finish in the order of their issue, and S is awaited first.
+* The accumulator is scaled between the two issues. Left alone, ptxas does so after the wait for P V, where nothing else runs:
+  2970 cycles instead of 2840. `LAZY` leaves most scalings out altogether: about 100 less.
 * The wait for the next K tile stands between the exponentials and the wait for P V: its loop ends a basic block, and without
   it ptxas moves the wait for P V above the exponentials, so that nothing overlaps.
 * Row sums stay apart in the four threads of a row until the end: 3070 cycles before, 2970 after.
+* Between two row tiles nothing stands still either (`_consumer`). Before, a row tile of 2k keys cost 6860 cycles beside its
+  loop, a quarter of all; now 4200.
+* No mask in the loop where the diagonal allows it (`SKIPS`). With three consumers, a branch for it makes ptxas finish one row
+  before it begins the next, for want of registers: 2720 cycles a turn instead of 2330 (d64, 192x128).
 
 NaN and infinities. 0 * NaN is NaN, so a non-finite V at a key that a row does not see, in a tile that others see, reaches the
 row's accumulator; TMA cannot leave it out, and to look at every V tile would cost every call. Instead a suspect row leaves a
@@ -30,8 +35,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import extent, find_sequence, sequence_of
+from rowmax.kernels.address import extent, find_sequence
 from rowmax.kernels.gluon.layouts import (
+    axis_layout,
     column_layout,
     out_layout,
     row_layout,
@@ -47,15 +53,20 @@ from rowmax.kernels.gluon.ring import (
     open_ring,
     open_slots,
     publish,
-    receive,
     release,
+    release_told,
     take_turn,
+    told,
     wait_full,
+    wait_told,
 )
-from rowmax.kernels.tile_ops import key_ranges, visible
+from rowmax.kernels.tile_ops import end_key, first_key, key_ranges
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at once
-SLOTS = gl.constexpr(2)  # numbers of tiles handed out ahead
+SLOTS = gl.constexpr(3)  # row tiles that consumers know of: the one stored, the one computed, and the next
+# What consumers are told of a tile. TURNS: of key tiles; 0: there is no further tile.
+TURNS, ROW, HEAD, BATCH, FLAG, START, FULL, FULL_END, BEGIN_Q, LEN_Q, BEGIN_K, LEN_K = map(gl.constexpr, range(12))
+FIELDS = gl.constexpr(12)
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,13 @@ class Build:
     Attributes:
         BLOCK_D, BLOCK_DV: head dimensions in shared memory, zero-filled.
         BLOCK_D2: those of Q and K from `BLOCK_D` on, in tiles of their own, as sizes are powers of two (192 = 128 + 64); or 0.
-        BANDED: some keys between the first and the last that a tile sees may be hidden from some of its rows.
+        BLOCK_O: those of O that go through shared memory at once.
+        BANDED: behind the first key tile that a consumer takes, keys may be hidden from some of its rows.
+        SKIPS: a consumer leaves out key tiles that are hidden from all its rows.
         PRESCALE: see the portable kernel.
         STAGES, Q_STAGES: K/V tiles and Q tiles in flight.
         LAZY: a maximum that grows by less than 2^8 stays, so that most turns leave the accumulator as it is.
-        SCHEDULE: "grid", one block a tile; "static", block i takes tiles i, i + blocks, ...; "dynamic", the next one when free.
+        SCHEDULE: "static", block i takes tiles i, i + blocks, ...; "dynamic", the next one when free.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
 
@@ -81,7 +94,9 @@ class Build:
     BLOCK_D: int
     BLOCK_D2: int
     BLOCK_DV: int
+    BLOCK_O: int
     BANDED: bool
+    SKIPS: bool
     PRESCALE: bool
     STAGES: int
     Q_STAGES: int
@@ -102,7 +117,7 @@ class Build:
 
 @gluon.jit
 def locate(tile, work, BUILD: gl.constexpr):
-    """`(row, head, b, begin_q, len_q, begin_k, len_k)` of a tile, as `address.locate`, in another order.
+    """`(row, head, b, sequence, begin_q, len_q, begin_k, len_k)` of a tile, as `address.locate`, in another order.
 
     Heads come in groups of `members`, whose K/V stay in L2; inside a group the last row tile of every head first, which with a
     causal mask is the longest. Packed: `b` is 0, and a surplus tile starts at or past its sequence's end.
@@ -118,29 +133,63 @@ def locate(tile, work, BUILD: gl.constexpr):
     head = group * members + place % present
     row_tile = tiles - 1 - place // present
     if BUILD.PACKED:
-        b = find_sequence(row_tile, cu_seqlens_q, batch, BLOCK_M)
-        begin_q, own_q = extent(cu_seqlens_q, b, len_q)
-        begin_k, own_k = extent(cu_seqlens_k, b, len_k)
-        row = (row_tile - begin_q // BLOCK_M - b) * BLOCK_M
-        return gl.where(row < 0, own_q, row), head, tile * 0, begin_q, own_q, begin_k, own_k
+        sequence = find_sequence(row_tile, cu_seqlens_q, batch, BLOCK_M)
+        begin_q, own_q = extent(cu_seqlens_q, sequence, len_q)
+        begin_k, own_k = extent(cu_seqlens_k, sequence, len_k)
+        row = (row_tile - begin_q // BLOCK_M - sequence) * BLOCK_M
+        return gl.where(row < 0, own_q, row), head, tile * 0, sequence, begin_q, own_q, begin_k, own_k
     else:
-        return row_tile * BLOCK_M, head % heads, head // heads, tile * 0, len_q, tile * 0, len_k
-
-
-@gluon.jit
-def _walk(row, len_q, len_k, band, BUILD: gl.constexpr):
-    """`(start, full_start, full_end, turns)`: rows that see nothing take one turn too, in which every element is masked."""
-    last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
-    start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
-    return start, full_start, full_end, gl.maximum(gl.cdiv(end - start, BUILD.BLOCK_N), 1)
+        return row_tile * BLOCK_M, head % heads, head // heads, tile * 0, tile * 0, len_q, tile * 0, len_k
 
 
 # ---- producer --------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD: gl.constexpr):
-    """All that one tile needs. `round` counts Q tiles, `turn` key tiles, over the life of the block."""
+def _next(tile, counter, BUILD: gl.constexpr):
+    if BUILD.SCHEDULE == "static":
+        return tile + gl.num_programs(0)
+    else:
+        return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
+def announce(tile, round, work, band, total, counter, slots, BUILD: gl.constexpr):
+    """`(tile, turns)`: tell the consumers of `tile`, or of the first one behind it that has rows; none left: of 0 turns.
+
+    Rows that see nothing take one turn too, in which every element is masked.
+    """
+    _cu_q, _cu_k, batch, heads, _tiles, _members, total_q, _total_k = work
+    turns = round * 0
+    while (tile < total) & (turns == 0):
+        row, head, b, sequence, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
+        if row < len_q:
+            last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
+            start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
+            turns = gl.maximum(gl.cdiv(end - start, BUILD.BLOCK_N), 1)
+            if BUILD.PACKED:
+                flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS
+            else:
+                flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS
+            full = (full_start - start) // BUILD.BLOCK_N
+            numbers = (
+                turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k
+            )  # fmt: skip
+            publish(slots, numbers, round, SLOTS)
+        else:
+            tile = _next(tile, counter, BUILD)
+    if turns == 0:
+        publish(slots, (turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns), round, SLOTS)
+    return tile, turns
+
+
+@gluon.jit
+def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD: gl.constexpr):
+    """Fetches all that the tiles of a block need. `round` counts tiles, `turn` key tiles.
+
+    The next tile is taken as late as its first loads allow, with two key tiles of this one to go: a tile taken early is one
+    that a block which comes to its end before cannot have. To locate it takes longer than to compute a key tile.
+    """
     q_source, k_source, v_source, _o_source, q2_source, k2_source = sources
     q_buffers, k_buffers, v_buffers, _o_buffers, q2_buffers, k2_buffers = buffers
     q_ring, k_ring, v_ring = rings
@@ -148,42 +197,29 @@ def _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD: gl.con
     k_parts = (k_buffers, k_source, k2_buffers, k2_source)
     v_parts = (v_buffers, v_source, v_buffers, v_source)
     SECOND: gl.constexpr = BUILD.BLOCK_D if BUILD.BLOCK_D2 > 0 else 0
-    row, head, b, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
-    if row < len_q:
-        start, _full_start, _full_end, turns = _walk(row, len_q, len_k, band, BUILD)
+    round = gl.program_id(0) * 0
+    turn = round * 0
+    tile, turns = announce(gl.program_id(0), round, work, band, total, counter, slots, BUILD)
+    while turns > 0:
+        b = told(slots, round, SLOTS, BATCH)
+        head = told(slots, round, SLOTS, HEAD)
+        first = told(slots, round, SLOTS, BEGIN_Q) + told(slots, round, SLOTS, ROW)
         for c in gl.static_range(BUILD.CONSUMERS):
-            first = begin_q + row + c * ROWS
-            fill(q_ring, q_parts, b, first, head, round, BUILD.Q_STAGES, c, BUILD.CONSUMERS, SECOND)
+            fill(q_ring, q_parts, b, first + c * ROWS, head, round, BUILD.Q_STAGES, c, BUILD.CONSUMERS, SECOND)
+        group = head // BUILD.GROUP
+        first = told(slots, round, SLOTS, BEGIN_K) + told(slots, round, SLOTS, START)
+        following = turns * 1
         for j in range(turns):
-            col = begin_k + start + (turns - 1 - j) * BUILD.BLOCK_N
-            fill(k_ring, k_parts, b, col, head // BUILD.GROUP, turn, BUILD.STAGES, 0, 1, SECOND)
-            fill(v_ring, v_parts, b, col, head // BUILD.GROUP, turn, BUILD.STAGES, 0, 1, 0)
+            col = first + (turns - 1 - j) * BUILD.BLOCK_N
+            fill(k_ring, k_parts, b, col, group, turn, BUILD.STAGES, 0, 1, SECOND)
+            fill(v_ring, v_parts, b, col, group, turn, BUILD.STAGES, 0, 1, 0)
             turn += 1
+            if j == gl.maximum(turns - 2, 0):
+                tile, following = announce(_next(tile, counter, BUILD), round + 1, work, band, total, counter, slots, BUILD)
+        turns = following
         round += 1
-    return round, turn
-
-
-@gluon.jit
-def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD: gl.constexpr):
-    tile = gl.program_id(0)
-    round = tile * 0
-    turn = tile * 0
-    if BUILD.SCHEDULE == "grid":
-        _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD)
-    elif BUILD.SCHEDULE == "static":
-        for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-            round, turn = _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD)
-    else:
-        taken = tile * 0
-        while tile < total:
-            publish(slots, tile, taken, SLOTS)
-            taken += 1
-            following = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)  # arrives while K/V are fetched
-            round, turn = _fetch(tile, round, turn, work, band, sources, buffers, rings, BUILD)
-            tile = following
-        publish(slots, -1, taken, SLOTS)
-        # Each tile adds 1, so that whoever got `total - 1` is the last one: it leaves 0 to the next call.
-        gl.store(counter, 0, mask=tile >= total - 1 + gl.num_programs(0))
+    if BUILD.SCHEDULE == "dynamic":  # whoever got `total - 1` is the last to add: it leaves 0 to the next call
+        gl.store(counter, 0, mask=tile == total - 1 + gl.num_programs(0))
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
@@ -228,12 +264,27 @@ def finish(m, l, scale_log2):
 
 
 @gluon.jit
+def _along(count, LAYOUT: gl.constexpr, AXIS: gl.constexpr):
+    """0, 1, ... along one of four axes."""
+    numbers = gl.arange(0, count, layout=axis_layout(LAYOUT, AXIS))
+    for axis in gl.static_range(4):
+        if axis != AXIS:
+            numbers = gl.expand_dims(numbers, axis)
+    return numbers
+
+
+@gluon.jit
 def _mask(s, row, col, len_k, shift, band):
-    LAYOUT: gl.constexpr = s.type.layout
-    rows = row + gl.arange(0, s.shape[0], layout=row_layout(LAYOUT))
-    cols = col + gl.arange(0, s.shape[1], layout=column_layout(LAYOUT))
-    seen = visible(gl.expand_dims(rows, 1), gl.expand_dims(cols, 0), len_k, shift, band)
-    return gl.where(seen, s, float("-inf"))
+    """-inf where a key is not visible. A column is 8 i + 2 t + e, of which a thread has every i: constants to compare with."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    rows = row + _along(s.shape[0], LAYOUT, 0)
+    eights = 8 * _along(parts.shape[1], LAYOUT, 1)
+    own = col + 2 * _along(4, LAYOUT, 2) + _along(2, LAYOUT, 3)
+    seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own
+    if band.left is not None:
+        seen = seen & (eights >= first_key(rows, shift, band) - own)
+    return gl.convert_layout(gl.where(seen, parts, float("-inf")).reshape(s.shape), s.type.layout)
 
 
 @gluon.jit
@@ -253,181 +304,220 @@ def _scores(q_buffers, q_index, buffers, turn, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(p, v_buffers, turn, acc, BUILD: gl.constexpr):
-    """`acc + P V` of a key tile, issued but not awaited."""
-    v = v_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BUILD.BLOCK_N, BUILD.BLOCK_DV])
-    return warpgroup_mma(p, v, acc, is_async=True)
-
-
-@gluon.jit
 def _scale_rows(acc, factor):
     return acc * gl.expand_dims(gl.convert_layout(factor, row_layout(acc.type.layout)), 1)
 
 
 @gluon.jit
-def _weights(p, v_buffers, BUILD: gl.constexpr):
-    return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV))
+def _softmax(
+    s, m, l, slots, round, key_tile, full, work, band, scale_log2, v_buffers,
+    FIRST: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
+):  # fmt: skip
+    """`(p, m, l, alpha)`, p as the first factor of P V. `full`: key tiles from one to below the other need no mask."""
+    if BUILD.PRESCALE:
+        s = s * scale_log2
+    if FIRST or BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
+        first, end = full
+        if (key_tile < first) | (key_tile >= end):
+            _cu_q, _cu_k, _batch, _heads, _tiles, _members, len_q, len_k = work
+            if BUILD.PACKED:
+                len_q = told(slots, round, SLOTS, LEN_Q)
+                len_k = told(slots, round, SLOTS, LEN_K)
+            row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
+            col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
+            s = _mask(s, row, col, len_k, len_k - len_q, band)
+    p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE else scale_log2, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY)
+    return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
 
 @gluon.jit
-def _step(
-    acc, p, m, l, alpha, q_index, col, masked, more, turn, row, len_k, shift, band, scale_log2, buffers, rings,
-    CONSUMER: gl.constexpr, BUILD: gl.constexpr,
-):  # fmt: skip
-    """Softmax of the key tile of `turn`, while P V of the one before runs. `more`: another key tile follows."""
+def _skip(slots, round, turns, turn, work, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
+    """How many key tiles at the begin are hidden from all rows of this consumer; they are given back unused."""
+    skipped = turns * 0
+    if BUILD.SKIPS:
+        _q_ring, k_ring, v_ring = rings
+        _cu_q, _cu_k, _batch, _heads, _tiles, _members, len_q, len_k = work
+        last = told(slots, round, SLOTS, ROW) + (CONSUMER + 1) * ROWS - 1 + len_k - len_q
+        skipped = gl.maximum(turns - 1 - gl.maximum(gl.minimum(last, len_k - 1), 0) // BUILD.BLOCK_N, 0)
+        for i in range(skipped):
+            if BUILD.PINGPONG:
+                take_turn(CONSUMER)
+                give_turn(CONSUMER, BUILD.CONSUMERS)
+            wait_full(k_ring, turn + i, BUILD.STAGES)
+            release(k_ring, turn + i, BUILD.STAGES)
+            wait_full(v_ring, turn + i, BUILD.STAGES)
+            release(v_ring, turn + i, BUILD.STAGES)
+    return skipped
+
+
+@gluon.jit
+def _products(acc, p, alpha, round, turn, v_turn, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
+    """`(s, acc)`: Q K^T of the key tile of `turn`, then P V of that of `v_turn`, both issued and not awaited."""
     q_buffers, _k_buffers, v_buffers, _o_buffers, _q2_buffers, _k2_buffers = buffers
-    _q_ring, k_ring, v_ring = rings
+    _q_ring, _k_ring, v_ring = rings
     if BUILD.PINGPONG:
         take_turn(CONSUMER)
-    s = _scores(q_buffers, q_index, buffers, turn, BUILD)
-    wait_full(v_ring, turn - 1, BUILD.STAGES)
+    s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
+    wait_full(v_ring, v_turn, BUILD.STAGES)
     if BUILD.LAZY:
         factor = gl.expand_dims(gl.convert_layout(alpha, row_layout(acc.type.layout)), 1)
         acc, factor = gl.broadcast(acc, factor)
         acc = scale_unless_one(acc, factor, BUILD.BLOCK_DV // 2)
     else:
         acc = _scale_rows(acc, opaque(alpha))
-    acc = _add_values(p, v_buffers, turn - 1, acc, BUILD)
+    v = v_buffers.index(buffer_of(v_turn, BUILD.STAGES)).reshape([BUILD.BLOCK_N, BUILD.BLOCK_DV])
+    acc = warpgroup_mma(p, v, acc, is_async=True)
     if BUILD.PINGPONG:
         give_turn(CONSUMER, BUILD.CONSUMERS)
-    s = warpgroup_mma_wait(1, deps=[s])
-    release(k_ring, turn, BUILD.STAGES)
-    if BUILD.PRESCALE:
-        s = s * scale_log2
-    if BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
-        if masked:
-            s = _mask(s, row, col, len_k, shift, band)
-    p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE else scale_log2, False, BUILD.BANDED, BUILD.LAZY)
-    p = _weights(p, v_buffers, BUILD)
-    wait_full(k_ring, turn + 1, BUILD.STAGES, more)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    release(v_ring, turn - 1, BUILD.STAGES)
-    return acc, p, m, l, alpha
+    return s, acc
 
 
 @gluon.jit
-def _attend(
-    tile, round, turn, work, band, out, scale_log2, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+def _store(
+    acc, m, l, slots, round, scale_log2, o_buffer, work, out, o_source, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
-    """The rows of one consumer in one tile."""
-    q_buffers, _k_buffers, v_buffers, o_buffers, _q2_buffers, _k2_buffers = buffers
-    q_ring, k_ring, v_ring = rings
-    tile_row, head, b, begin_q, len_q, _begin_k, len_k = locate(tile, work, BUILD)
-    if tile_row < len_q:
-        start, full_start, full_end, turns = _walk(tile_row, len_q, len_k, band, BUILD)
-        shift = len_k - len_q
-        row = tile_row + CONSUMER * ROWS
-        q_index = buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
-        wait_full(q_ring, round, BUILD.Q_STAGES, True, CONSUMER, BUILD.CONSUMERS)
-
-        wait_full(k_ring, turn, BUILD.STAGES)
-        if BUILD.PINGPONG:
-            take_turn(CONSUMER)
-        s = _scores(q_buffers, q_index, buffers, turn, BUILD)
-        if BUILD.PINGPONG:
-            give_turn(CONSUMER, BUILD.CONSUMERS)
-        s = warpgroup_mma_wait(0, deps=[s])
-        release(k_ring, turn, BUILD.STAGES)
-        if BUILD.PRESCALE:
-            s = s * scale_log2
-        s = _mask(s, row, start + (turns - 1) * BUILD.BLOCK_N, len_k, shift, band)
-        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(score_layout(BUILD.BLOCK_N)))
-        p, m, l, alpha = online_step(s, m, m, 1.0 if BUILD.PRESCALE else scale_log2, True, True, False)
-        p = _weights(p, v_buffers, BUILD)
-        acc = gl.zeros([ROWS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
-        turn += 1
-        wait_full(k_ring, turn, BUILD.STAGES, turns > 1)
-        for j in range(1, turns):
-            col = start + (turns - 1 - j) * BUILD.BLOCK_N
-            masked = (col < full_start) | (col >= full_end)
-            acc, p, m, l, alpha = _step(
-                acc, p, m, l, alpha, q_index, col, masked, j + 1 < turns, turn, row, len_k, shift, band, scale_log2, buffers,
-                rings, CONSUMER, BUILD,
-            )  # fmt: skip
-            turn += 1
-        acc = _scale_rows(acc, alpha)
-        wait_full(v_ring, turn - 1, BUILD.STAGES)
-        acc = _add_values(p, v_buffers, turn - 1, acc, BUILD)
-        m = gl.convert_layout(m, row_layout(out_layout(BUILD.BLOCK_DV)))
-        l = gl.convert_layout(gl.sum(l, 1), row_layout(out_layout(BUILD.BLOCK_DV)))
-        inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE else scale_log2)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        release(v_ring, turn - 1, BUILD.STAGES)
-        if BUILD.BLOCK_D == BUILD.BLOCK_DV:
-            o_buffer = q_buffers.index(q_index)
-        else:
-            o_buffer = o_buffers.index(CONSUMER)
-        _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD)
-        release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
-        round += 1
-    return round, turn
-
-
-@gluon.jit
-def _store(acc, inverse, lse, m, scale_log2, o_buffer, row, head, b, begin_q, len_q, work, out, sources, BUILD: gl.constexpr):
     """O by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
-    cu_q, _cu_k, batch, heads, _tiles, _members, total_q, _total_k = work
-    _q_source, _k_source, _v_source, o_source, _q2_source, _k2_source = sources
+    _cu_q, _cu_k, _batch, heads, _tiles, _members, total_q, _total_k = work
     o_ptr, lse_ptr, suspect_ptr = out
+    row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
+    head = told(slots, round, SLOTS, HEAD)
+    b = told(slots, round, SLOTS, BATCH)
+    flag = told(slots, round, SLOTS, FLAG) + CONSUMER
+    begin_q = 0
+    len_q = total_q
+    if BUILD.PACKED:
+        begin_q = told(slots, round, SLOTS, BEGIN_Q)
+        len_q = told(slots, round, SLOTS, LEN_Q)
+    m = gl.convert_layout(m, row_layout(acc.type.layout))
+    l = gl.convert_layout(gl.sum(l, 1), row_layout(acc.type.layout))
+    inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE else scale_log2)
     rows = row + gl.arange(0, ROWS, layout=row_layout(acc.type.layout))
     inside = rows < len_q
-    bad = gl.sum(gl.where(acc != acc, 1, 0), 1) > 0
+    total = _thread_sum(acc)
+    bad = total != total
     if not BUILD.PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
-        bad = bad | ((gl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf")))
-    line = (b.to(gl.int64) * heads + head) * total_q + begin_q
-    number = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS
-    if BUILD.PACKED:
-        own = begin_q // ROWS + sequence_of(begin_q + row, cu_q, batch)
-        number = head * (total_q // ROWS + batch) + own + row // ROWS
-    gl.store(suspect_ptr + (number + rows * 0), 1, mask=bad & inside)
+        far = (gl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf"))
+        bad = bad | gl.expand_dims(gl.convert_layout(far, row_layout(bad.type.layout)), 1)
+    own = row + gl.arange(0, ROWS, layout=row_layout(bad.type.layout))
+    gl.store(suspect_ptr + flag + gl.where(bad, 0, 0), 1, mask=bad & gl.expand_dims(own < len_q, 1))
     if BUILD.NEED_LSE:
+        line = (b.to(gl.int64) * heads + head) * total_q + begin_q
         gl.store(lse_ptr + line + rows, lse, mask=inside)
     o = _scale_rows(acc, inverse).to(o_source.dtype)
-    if not BUILD.PACKED:
-        _store_by_tma(o, o_buffer, b, row, head, o_source, BUILD)
+    if BUILD.PACKED and row + ROWS > len_q:
+        dims = gl.arange(0, BUILD.BLOCK_DV, layout=column_layout(acc.type.layout))
+        starts = ((begin_q + rows).to(gl.int64) * heads + head) * BUILD.DIM_V
+        keep = gl.expand_dims(inside, 1) & (gl.expand_dims(dims, 0) < BUILD.DIM_V)
+        gl.store(o_ptr + gl.expand_dims(starts, 1) + gl.expand_dims(dims, 0), o, mask=keep)
     else:
-        if row + ROWS <= len_q:
-            _store_by_tma(o, o_buffer, b, begin_q + row, head, o_source, BUILD)
+        if BUILD.BLOCK_DV == BUILD.BLOCK_O:
+            _store_by_tma(o, o_buffer, b, begin_q + row, head, 0, o_source, BUILD)
         else:
-            dims = gl.arange(0, BUILD.BLOCK_DV, layout=column_layout(acc.type.layout))
-            starts = ((begin_q + rows).to(gl.int64) * heads + head) * BUILD.DIM_V
-            keep = gl.expand_dims(inside, 1) & (gl.expand_dims(dims, 0) < BUILD.DIM_V)
-            gl.store(o_ptr + gl.expand_dims(starts, 1) + gl.expand_dims(dims, 0), o, mask=keep)
+            left, right = gl.split(o.reshape([ROWS, 2, BUILD.BLOCK_O]).permute(0, 2, 1))
+            left = gl.convert_layout(left, out_layout(BUILD.BLOCK_O))
+            right = gl.convert_layout(right, out_layout(BUILD.BLOCK_O))
+            _store_by_tma(left, o_buffer, b, begin_q + row, head, 0, o_source, BUILD)
+            _store_by_tma(right, o_buffer, b, begin_q + row, head, BUILD.BLOCK_O, o_source, BUILD)
 
 
 @gluon.jit
-def _store_by_tma(o, o_buffer, b, row, head, o_source, BUILD: gl.constexpr):
-    o_buffer.reshape([ROWS, BUILD.BLOCK_DV]).store(o)
+def _store_by_tma(o, o_buffer, b, row, head, column, o_source, BUILD: gl.constexpr):
+    store_wait(0)  # the one before has read the buffer
+    o_buffer.reshape([ROWS, BUILD.BLOCK_O]).store(o)
     fence_async_shared()
-    tma_store(o_source, [b, row, head, 0], o_buffer)
-    store_wait(0)
+    tma_store(o_source, [b, row, head, column], o_buffer)
 
 
 @gluon.jit
 def _consumer(
-    work, band, total, out, scale_log2, sources, buffers, rings, slots, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    work, band, out, scale_log2, sources, buffers, rings, slots, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
+    """The rows of one consumer, tile after tile.
+
+    The last product of one tile is issued together with the first of the next, whose softmax runs meanwhile. Behind the last
+    tile, that next one is made of what lies in the buffers, and nobody looks at it: a branch would cost more.
+    """
+    q_buffers, _k_buffers, v_buffers, o_buffers, _q2_buffers, _k2_buffers = buffers
+    _q_source, _k_source, _v_source, o_source, _q2_source, _k2_source = sources
+    q_ring, k_ring, v_ring = rings
     if BUILD.PINGPONG:
         begin_turns(CONSUMER, BUILD.CONSUMERS)
-    tile = gl.program_id(0)
-    round = tile * 0
-    turn = tile * 0
-    if BUILD.SCHEDULE == "grid":
-        _attend(tile, round, turn, work, band, out, scale_log2, sources, buffers, rings, CONSUMER, BUILD)
-    elif BUILD.SCHEDULE == "static":
-        for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-            round, turn = _attend(
-                tile, round, turn, work, band, out, scale_log2, sources, buffers, rings, CONSUMER, BUILD
-            )  # fmt: skip
-    else:
-        taken = tile * 0
-        tile = receive(slots, taken, SLOTS)
-        while tile >= 0:
-            round, turn = _attend(
-                tile, round, turn, work, band, out, scale_log2, sources, buffers, rings, CONSUMER, BUILD
-            )  # fmt: skip
-            taken += 1
-            tile = receive(slots, taken, SLOTS)
+    round = gl.program_id(0) * 0
+    turn = round * 0
+    wait_told(slots, round, SLOTS)
+    turns = told(slots, round, SLOTS, TURNS)
+    if turns > 0:
+        wait_full(q_ring, round, BUILD.Q_STAGES, True, CONSUMER, BUILD.CONSUMERS)
+        done = _skip(slots, round, turns, turn, work, rings, CONSUMER, BUILD)
+        turn += done
+        wait_full(k_ring, turn, BUILD.STAGES)
+        if BUILD.PINGPONG:
+            take_turn(CONSUMER)
+        s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
+        if BUILD.PINGPONG:
+            give_turn(CONSUMER, BUILD.CONSUMERS)
+        s = warpgroup_mma_wait(0, deps=[s])
+        release(k_ring, turn, BUILD.STAGES)
+        m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(score_layout(BUILD.BLOCK_N)))
+        full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
+        left = turns - 1 - done
+        p, m, l, alpha = _softmax(s, m, m, slots, round, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD)
+        turn += 1
+        wait_full(k_ring, turn, BUILD.STAGES, left > 0)
+        while turns > 0:
+            acc = gl.zeros([ROWS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
+            full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
+            for j in range(1 + done, turns):
+                s, acc = _products(acc, p, alpha, round, turn, turn - 1, buffers, rings, CONSUMER, BUILD)
+                s = warpgroup_mma_wait(1, deps=[s])
+                release(k_ring, turn, BUILD.STAGES)
+                p, m, l, alpha = _softmax(
+                    s, m, l, slots, round, turns - 1 - j, full, work, band, scale_log2, v_buffers, False, CONSUMER, BUILD
+                )
+                wait_full(k_ring, turn + 1, BUILD.STAGES, j + 1 < turns)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                release(v_ring, turn - 1, BUILD.STAGES)
+                turn += 1
+            release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
+
+            v_turn = turn - 1
+            wait_told(slots, round + 1, SLOTS)
+            turns = told(slots, round + 1, SLOTS, TURNS)
+            wait_full(q_ring, round + 1, BUILD.Q_STAGES, turns > 0, CONSUMER, BUILD.CONSUMERS)
+            done = _skip(slots, round + 1, turns, turn, work, rings, CONSUMER, BUILD)
+            turn += done
+            wait_full(k_ring, turn, BUILD.STAGES, turns > 0)
+            s, acc = _products(acc, p, alpha, round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)
+            o_buffer = o_buffers.index(CONSUMER)
+            full = (told(slots, round + 1, SLOTS, FULL), told(slots, round + 1, SLOTS, FULL_END))
+            left = turns - 1 - done
+            if BUILD.CONSUMERS == 3:  # the softmax afterwards: both at once would take too many registers
+                s, acc = warpgroup_mma_wait(0, deps=[s, acc])
+                release(k_ring, turn, BUILD.STAGES)
+                release(v_ring, v_turn, BUILD.STAGES)
+                _store(acc, m, l, slots, round, scale_log2, o_buffer, work, out, o_source, CONSUMER, BUILD)
+                p, m, l, alpha = _softmax(
+                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD
+                )
+                wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
+            else:
+                s = warpgroup_mma_wait(1, deps=[s])
+                release(k_ring, turn, BUILD.STAGES)
+                p, next_m, next_l, alpha = _softmax(
+                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD
+                )
+                wait_full(k_ring, turn + 1, BUILD.STAGES, (left > 0) & (done == 0))
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                release(v_ring, v_turn, BUILD.STAGES)
+                if BUILD.SKIPS:  # with a key tile skipped, the next K may stand behind the V that takes the place of this one
+                    wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
+                _store(acc, m, l, slots, round, scale_log2, o_buffer, work, out, o_source, CONSUMER, BUILD)
+                m = next_m
+                l = next_l
+            release_told(slots, round, SLOTS)
+            round += 1
+            turn += 1
+        store_wait(0)
 
 
 @gluon.jit
@@ -457,9 +547,7 @@ def forward_kernel(
     else:
         q2_source = q_source
         k2_source = k_source
-    o_buffers = q_buffers  # O takes the place of Q where it fits
-    if BUILD.BLOCK_D != BUILD.BLOCK_DV:
-        o_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_DV], o_source.layout)
+    o_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_O], o_source.layout)
     q_ring = open_ring(BUILD.Q_STAGES * BUILD.CONSUMERS, 1)
     k_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
     v_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
@@ -470,11 +558,9 @@ def forward_kernel(
         cu_seqlens_k = suspect_ptr
     if not BUILD.NEED_LSE:
         lse_ptr = suspect_ptr
-    if BUILD.SCHEDULE == "dynamic":
-        slots = open_slots(SLOTS, BUILD.CONSUMERS)
-    else:
-        slots = k_ring
+    if BUILD.SCHEDULE == "static":
         counter = suspect_ptr
+    slots = open_slots(SLOTS, FIELDS, BUILD.CONSUMERS)
     fence_async_shared()
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     out = (o_ptr, lse_ptr, suspect_ptr)
@@ -484,19 +570,19 @@ def forward_kernel(
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     if BUILD.CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (work, band, total, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
             (_producer, (work, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [1], [BUILD.PRODUCER_REGISTERS])  # fmt: skip
     elif BUILD.CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (work, band, total, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
-            (_consumer, (work, band, total, out, scale_log2, sources, buffers, rings, slots, 1, BUILD)),
+            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 1, BUILD)),
             (_producer, (work, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (work, band, total, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
-            (_consumer, (work, band, total, out, scale_log2, sources, buffers, rings, slots, 1, BUILD)),
-            (_consumer, (work, band, total, out, scale_log2, sources, buffers, rings, slots, 2, BUILD)),
+            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 1, BUILD)),
+            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 2, BUILD)),
             (_producer, (work, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 4, 1], [BUILD.REGISTERS, BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

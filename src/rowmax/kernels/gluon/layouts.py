@@ -33,6 +33,15 @@ def column_layout(layout):
 
 
 @gluon.constexpr_function
+def axis_layout(layout, axis):
+    """A vector along one axis of a tile with four."""
+    for other in (3, 2, 1, 0):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.constexpr_function
 def number_layout(warps):
     """One number, in every thread."""
     return gl.BlockedLayout([1], [32], [warps], [0])

@@ -73,33 +73,45 @@ def release(ring, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr = 0, MEMBERS:
     mbarrier.arrive(empty.index(buffer_of(turn, STAGES, MEMBER, MEMBERS)), count=1)
 
 
-# ---- numbers of tiles, when tiles are handed out at run time ---------------------------------------------------------
+# ---- what consumers are told of a tile: a few numbers ----------------------------------------------------------------
 
 
 @gluon.jit
-def open_slots(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """`(slots, ring)` for single numbers."""
-    return gl.allocate_shared_memory(gl.int32, [STAGES, 1], slot_layout()), open_ring(STAGES, READERS)
+def open_slots(STAGES: gl.constexpr, FIELDS: gl.constexpr, READERS: gl.constexpr):
+    """`(numbers, ring)`: a ring of FIELDS numbers each."""
+    return gl.allocate_shared_memory(gl.int32, [STAGES * FIELDS, 1], slot_layout()), open_ring(STAGES, READERS)
 
 
 @gluon.jit
-def publish(slots, number, turn, STAGES: gl.constexpr):
-    """Producer: tell every consumer a number."""
-    numbers, ring = slots
+def publish(slots, numbers, turn, STAGES: gl.constexpr):
+    """Producer: tell every consumer a tuple of numbers."""
+    places, ring = slots
     full, empty = ring
     i = buffer_of(turn, STAGES)
     mbarrier.wait(empty.index(i), phase_of(turn, STAGES) ^ 1)
-    numbers.index(i).store(gl.full([1], 0, gl.int32, number_layout(gl.num_warps())) + number)
+    zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
+    for field in gl.static_range(len(numbers)):
+        places.index(field * STAGES + i).store(zero + numbers[field])
     mbarrier.arrive(full.index(i), count=1)
 
 
 @gluon.jit
-def receive(slots, turn, STAGES: gl.constexpr):
-    numbers, ring = slots
+def wait_told(slots, turn, STAGES: gl.constexpr):
+    """Consumer: from here on `told` is what was published, until `release_told`."""
+    _, ring = slots
     wait_full(ring, turn, STAGES)
-    number = gl.max(numbers.index(buffer_of(turn, STAGES)).load(number_layout(gl.num_warps())), 0)
+
+
+@gluon.jit
+def told(slots, turn, STAGES: gl.constexpr, FIELD: gl.constexpr):
+    places, _ = slots
+    return gl.max(places.index(FIELD * STAGES + turn % STAGES).load(number_layout(gl.num_warps())), 0)
+
+
+@gluon.jit
+def release_told(slots, turn, STAGES: gl.constexpr):
+    _, ring = slots
     release(ring, turn, STAGES)
-    return number
 
 
 # ---- ping-pong: consumers issue their products in turn -----------------------------------------------------------------
