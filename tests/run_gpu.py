@@ -1,6 +1,6 @@
 """Every case and every check of the GPU tier, without pytest: worst error over bound for each family, as a table and as JSON.
 
-    python tests/run_gpu.py [--json results.json] [--workers 12] [--family NAME ...] [--backend hopper]
+    python tests/run_gpu.py [--json results.json] [--workers 12] [--family NAME ...] [--backend hopper] [--forward-only]
 
 Builds of kernels take most of the time, on the CPU, so that small cases run in several processes that share the GPU. Exit
 status 1 if anything is wrong. `test_cases.py` and `test_gpu.py` show the same results to pytest.
@@ -36,13 +36,14 @@ class Result(NamedTuple):
     seconds: float
 
 
-def run_case(job: tuple[int, str]) -> Result:
-    """Case number, and the algorithm that runs it."""
+def run_case(job: tuple[int, str, bool]) -> Result:
+    """Case number, the algorithm that runs it, and whether its backward runs too."""
     import cases
     from rowmax import Unsupported
 
-    index, backend = job
+    index, backend, backward = job
     case, start = cases.CASES[index], time.perf_counter()
+    case = case._replace(backward=case.backward and backward)
     ratios, error, refused = {}, "", False
     try:
         report = cases.run(case, backend, DEVICE)
@@ -55,19 +56,21 @@ def run_case(job: tuple[int, str]) -> Result:
     return Result(index, case.family, case.id, ratios, error, refused, time.perf_counter() - start)
 
 
-def run_cases(workers: int = 0, families: tuple[str, ...] = (), backend: str = "q_outer") -> Iterator[Result]:
+def run_cases(
+    workers: int = 0, families: tuple[str, ...] = (), backend: str = "q_outer", backward: bool = True
+) -> Iterator[Result]:
     """Small cases in `workers` processes (0: as many as there are CPU cores, up to 14), large ones meanwhile in this one."""
     import cases
 
     workers = workers or min(os.cpu_count() or 1, 14)
     chosen = [i for i, case in enumerate(cases.CASES) if not families or case.family in families]
-    small = [(i, backend) for i in chosen if not cases.CASES[i].large]
+    small = [(i, backend, backward) for i in chosen if not cases.CASES[i].large]
     # Neighbours in the list share builds of kernels; handing out in turn spreads the builds over the processes.
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         waiting = pool.imap_unordered(run_case, small)
         for index in chosen:
             if cases.CASES[index].large:
-                yield run_case((index, backend))
+                yield run_case((index, backend, backward))
         yield from waiting
 
 
@@ -100,6 +103,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--family", nargs="*", default=())
     parser.add_argument("--backend", default="q_outer", help="the algorithm; the checks are of the default plan")
+    parser.add_argument("--forward-only", action="store_true", help="no gradients, which are another algorithm's for some")
     parser.add_argument("--checks-only", action="store_true", help="no cases")
     parser.add_argument("--time-limit", type=float, default=3600.0, metavar="S", help="begin nothing after this long")
     arguments = parser.parse_args()
@@ -115,7 +119,8 @@ def main() -> int:
 
     start = time.perf_counter()
     results = []
-    for result in () if arguments.checks_only else run_cases(arguments.workers, tuple(arguments.family), arguments.backend):
+    chosen = (arguments.workers, tuple(arguments.family), arguments.backend, not arguments.forward_only)
+    for result in () if arguments.checks_only else run_cases(*chosen):
         results.append(result)
         if time.perf_counter() - start > arguments.time_limit:
             break
@@ -138,6 +143,7 @@ def main() -> int:
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("ROWMAX_COMMIT", "unknown"),
         "backend": arguments.backend,
+        "passes": "forward" if arguments.forward_only else "forward, backward",
         "cases": len(results),
         "seconds": round(seconds, 1),
         "families": families,

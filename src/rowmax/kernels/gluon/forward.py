@@ -471,6 +471,9 @@ def _consumer(
                 s, acc = _products(acc, p, alpha, round, turn, turn - 1, buffers, rings, CONSUMER, BUILD)
                 s = warpgroup_mma_wait(1, deps=[s])
                 release(k_ring, turn, BUILD.STAGES)
+                if BUILD.Q_STAGES == 1:  # the next Q has no other place: make room as soon as this one was used
+                    if j + 1 == turns:
+                        release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
                 p, m, l, alpha = _softmax(
                     s, m, l, slots, round, turns - 1 - j, full, work, band, scale_log2, v_buffers, False, CONSUMER, BUILD
                 )
@@ -478,7 +481,8 @@ def _consumer(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 release(v_ring, turn - 1, BUILD.STAGES)
                 turn += 1
-            release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
+            if BUILD.Q_STAGES > 1 or turns - done == 1:
+                release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
 
             v_turn = turn - 1
             wait_told(slots, round + 1, SLOTS)
