@@ -261,15 +261,78 @@ def test_p16_layouts_change_nothing(call, layout, layout_out):
 @given(calls(), st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_p17_what_nobody_sees_has_no_effect(call, value):
     """Keys outside every row's window, and queries that see nothing: any value there leaves every result bit for bit."""
-    problem, operands, plan = call
-    seen = reference.visible(problem.len_q, problem.len_k, *problem.band)
+    check_unseen(*call, value)
+
+
+def check_unseen(problem, operands, plan, value, lengths=None):
+    """`lengths`: `(len_q, len_k)` of each sequence of a packed problem; the rows and keys behind them belong to none."""
+    if lengths is None:
+        seen = reference.visible(problem.len_q, problem.len_k, *problem.band)
+    else:
+        seen = torch.block_diag(*(reference.visible(*pair, *problem.band).int() for pair in lengths)).bool()
+        unused = problem.len_k - seen.shape[1], problem.len_q - seen.shape[0]
+        seen = torch.nn.functional.pad(seen, (0, unused[0], 0, unused[1]))
     hidden, dead = ~seen.any(0), ~seen.any(1)
     want = differentiate(problem, operands, plan)
     q, k, v = (t.clone() for t in operands[:3])
-    q[:, dead], k[:, hidden], v[:, hidden] = value, value, value
-    identical(differentiate(problem, Operands(q, k, v), plan), want)
-    assert bool((want[0][:, dead] == 0).all())
-    assert bool(torch.isneginf(want[1][..., dead]).all())
+    for t, where in ((q, dead), (k, hidden), (v, hidden)):
+        t.movedim(-3, 0)[where] = value
+    identical(differentiate(problem, operands._replace(q=q, k=k, v=v), plan), want)
+    out, lse = want[0].movedim(-3, 0), want[1].movedim(-1, 0)
+    assert bool((out[dead] == 0).all())
+    assert bool(torch.isneginf(lse[dead]).all())
+
+
+# A value that nobody sees once chose how the scores of the others were computed (the first one, in fp64).
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e4])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "text", ["b2 h1 q1 k2 d1 {} window(0,inf)", "b1 h2/1 q3 k9 d8 {} window(2,1)", "b2 h1 q9 k4 d3 {} causal"]
+)
+def test_p17_what_nobody_sees_chooses_nothing(text, dtype, value):
+    problem = Problem.parse(text.format(dtype))
+    for plan in ("tiled", "tiled[1x3, 2x5, 3x2]"):
+        for kind in ("normal", "spiky"):
+            check_unseen(problem, testing.operands(problem, kind), plan, value)
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e4])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+def test_p17_packed_what_nobody_sees_chooses_nothing(dtype, value):
+    lengths = [(1, 4), (6, 3), (0, 2), (2, 0), (5, 5)]
+    for text in ("b5 h2/1 q16 k17 d4 {} packed causal window(1,0)", "b5 h1 q16 k17 d1 {} packed"):
+        problem = Problem.parse(text.format(dtype))
+        check_unseen(problem, testing.operands(problem, lengths=lengths), "tiled", value, lengths)
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e4])
+def test_p17_what_nobody_sees_does_not_end_rounded_scores(value):
+    """bf16 with many keys, where the values of the operands choose between two types of the scores."""
+    problem = Problem.parse("b1 h1 q300 k900 d16 bf16 window(520,520)")
+    operands = testing.operands(problem)
+    check_unseen(problem, operands, "tiled", value)
+    _, k, v, *_ = (None if t is None else t.clone() for t in operands)
+    k[:, :80], v[:, :80] = value, value
+    with torch.no_grad():  # without the LSE the forward rounds scores, too
+        want = testing.attend(problem, operands, "tiled", return_lse=False)
+        assert torch.equal(testing.attend(problem, operands._replace(k=k, v=v), "tiled", return_lse=False), want)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "dO"])
+def test_p17_unseen_and_seen_values_together(where):
+    """Queries that see nothing stay without gradients where another value is repaired."""
+    problem = Problem.parse("b1 h2/1 q9 k4 d8 fp32 causal")
+    operands = testing.operands(problem)
+    operands.q[:, :5] = math.nan
+    grad_out, grad_lse = testing.cotangents(problem)
+    {"q": operands.q, "k": operands.k, "v": operands.v, "dO": grad_out}[where][0, -1, 0, 3] = math.nan
+    leaves = [t.detach().requires_grad_() for t in operands[:3]]
+    results = testing.attend(problem, Operands(*leaves), "tiled")
+    grads = torch.autograd.grad(results, leaves, (grad_out, grad_lse))
+    for t in (results[0], grads[0]):
+        assert bool((t[:, :5] == 0).all())
+        assert bool(t[:, 5:8].isfinite().all())
+    assert bool(grads[0][:, -1].isnan().any())
 
 
 @EXAMPLES

@@ -6,10 +6,12 @@ import threading
 import pytest
 import torch
 
+from rowmax import Problem, testing
 from rowmax.cpu import blocks
 from rowmax.cpu.blocks import Chunks, Geometry, Scratch
 from rowmax.mask import Band
 from rowmax.plan.tile import Tile
+from rowmax.problem import Operands
 
 SIDES = (None, 0, 2, 50)
 GEOMETRIES = [
@@ -93,13 +95,26 @@ def test_chunks_hold_every_head_once_and_no_score_block_is_larger_than_the_tile(
         assert bool((count == 1).all())
 
 
-def test_packed_sequences_without_queries_are_left_out():
-    from rowmax import Problem, testing
-
+def test_packed_sequences_without_queries_or_keys_are_left_out():
     problem = Problem.parse("b3 h2 q9 k9 d4 fp32 packed")
     operands = testing.operands(problem, lengths=[(4, 0), (0, 6), (5, 3)])
     found = [(rows[0].shape[1], cols[0].shape[1]) for rows, cols in blocks.sequences(problem, operands)]
-    assert found == [(4, 0), (5, 3)]
+    assert found == [(5, 3)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_leave_out_what_nobody_sees(packed):
+    for geometry in GEOMETRIES:
+        len_q, len_k, band = geometry
+        problem = Problem(1, 1, 1, len_q, len_k, 1, 1, torch.float32, band, packed=packed)
+        operands = Operands(torch.arange(len_q), torch.arange(len_k), torch.arange(len_k))
+        operands = Operands(*(t.view(-1, 1, 1) if packed else t.view(1, -1, 1, 1) for t in operands[:3]))
+        if packed:
+            operands = operands._replace(cu_seqlens_q=torch.tensor([0, len_q]), cu_seqlens_k=torch.tensor([0, len_k]))
+        seen = seen_by(geometry)
+        found = [[t.flatten().tolist() for t in (*rows, *cols)] for rows, cols in blocks.sequences(problem, operands)]
+        cols = seen.any(0).nonzero().flatten().tolist()
+        assert found == ([[seen.any(1).nonzero().flatten().tolist(), cols, cols]] if cols else []), geometry
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

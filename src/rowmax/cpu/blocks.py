@@ -80,6 +80,11 @@ class Geometry(NamedTuple):
             return self.len_q
         return min(max(first_query(0, self.shift, self.band), 0), self.len_q)
 
+    @property
+    def live_column(self) -> int:
+        """Columns before this one are seen by nobody; every later one is seen, if there are rows."""
+        return min(max(first_key(self.live_row, self.shift, self.band), 0), self.len_k)
+
     def row_blocks(self, step: int) -> Iterator["RowBlock"]:
         """From the last to the first: under a causal mask the largest comes first, and the others reuse its scratch memory."""
         for row in reversed(range(self.live_row, self.len_q, step)):
@@ -154,16 +159,30 @@ def sequences(problem, operands, for_q=(), for_k=()) -> Iterator[tuple[list, lis
     """Each set of equally long sequences as dense views: q and `for_q`, then k, v and `for_k`.
 
     Every tensor has the sequence's rows in dimension 1 (packed: 0) and the heads in the next: `[B, T, H, ...]`.
+
+    Rows that see nothing and columns that nobody sees are cut off, and sequences of nothing else left out: what they hold may
+    change no bit of a result, also not by a choice that is made from the values of an operand.
     """
     rows, cols = [operands.q, *for_q], [operands.k, operands.v, *for_k]
+    for dense_rows, dense_cols in _dense(problem, operands, rows, cols):
+        geometry = Geometry(dense_rows[0].shape[1], dense_cols[0].shape[1], problem.band)
+        row, col = geometry.live_row, geometry.live_column
+        if row < geometry.len_q:
+            yield _from(row, dense_rows), _from(col, dense_cols)
+
+
+def _from(start: int, tensors: list) -> list:
+    return [t[:, start:] for t in tensors] if start else tensors
+
+
+def _dense(problem, operands, rows, cols) -> Iterator[tuple[list, list]]:
     if not problem.packed:
         yield rows, cols
         return
     bounds_q, bounds_k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
     for i in range(problem.batch):
         (q0, q1), (k0, k1) = bounds_q[i : i + 2], bounds_k[i : i + 2]
-        if q1 > q0:
-            yield [t[q0:q1].unsqueeze(0) for t in rows], [t[k0:k1].unsqueeze(0) for t in cols]
+        yield [t[q0:q1].unsqueeze(0) for t in rows], [t[k0:k1].unsqueeze(0) for t in cols]
 
 
 def by_kv_head(t: torch.Tensor, heads_k: int) -> torch.Tensor:

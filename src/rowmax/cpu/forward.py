@@ -32,9 +32,9 @@ def tiled(problem, operands, tile, need_lse, exact=False):
     out = operands.q.new_zeros(out_shape)
     lse = operands.q.new_full(lse_shape if need_lse else (0,), -torch.inf, dtype=problem.lse_dtype)
     scratch = Scratch()
-    bounded = half_scores.bounded(operands.q, operands.k, problem.scale)
     for_q = (out, lse.movedim(-1, -2)) if need_lse else (out,)
     for rows, (k, v) in sequences(problem, operands, for_q):
+        bounded = half_scores.bounded(rows[0], k, problem.scale)
         q, o, *row_lse = (by_kv_head(t, problem.heads_k) for t in rows)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, bounded)

@@ -94,11 +94,7 @@ def _keys_seen_by(marked, len_k, band):
 def _count(marked, start, end):
     """How many of dimension 1 are marked in each interval `[start, end)`, clamped to what exists."""
     total = torch.cumsum(marked, 1, dtype=torch.int32)
-    total = (
-        torch.cat([torch.zeros_like(total[:, :1]), total], 1)
-        if total.shape[1]
-        else total.new_zeros((total.shape[0], 1, *total.shape[2:]))
-    )
+    total = torch.cat([torch.zeros_like(total[:, :1]), total], 1)
     size = marked.shape[1]
     return total[:, end.clamp(0, size)] - total[:, start.clamp(0, size)]
 
