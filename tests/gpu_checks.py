@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import rowmax
-from rowmax import Problem, merge, reference, testing
+from rowmax import Problem, merge, ops, reference, testing
 from rowmax.problem import Operands
 
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
@@ -214,8 +214,8 @@ def a_tensor_on_another_device_than_the_current_one():
 
 
 @check
-def prepared_launches_give_what_the_operator_gives():
-    """Calls without gradients after the first go past the dispatcher; other data, layouts and streams, bit for bit."""
+def kept_launches_give_what_new_ones_give():
+    """Calls of the operator, and those without gradients that go past it; other data, layouts and streams, bit for bit."""
     for text, layouts in (
         ("b2 h4/2 q100 k130 d64 bf16 causal", ("contiguous", "heads_first", "odd", "broadcast")),
         ("b1 h2 q600 k600 d128 fp16", ("contiguous", "gaps")),
@@ -226,12 +226,15 @@ def prepared_launches_give_what_the_operator_gives():
                 problem, operands, _ = prepared(text, layout=layout, seed=seed)
                 left, right = problem.band
                 numbers = (problem.max_len_q, problem.max_len_k, None, left, right, False, "")
-                want = torch.ops.rowmax.forward(True, *operands, *numbers)
+                described, _, plan = ops.plan_forward(*operands, *numbers)
+                want = ops.kernels().Forward(described, plan, True)(*operands)
+                results = [torch.ops.rowmax.forward(True, *operands, *numbers)]
                 with torch.cuda.stream(torch.cuda.Stream()):
                     torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-                    got = testing.attend(problem, operands)
+                    results.append(testing.attend(problem, operands))
                 torch.cuda.synchronize()
-                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"'{text}' {layout} seed {seed}"
+                for got in results:
+                    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"'{text}' {layout} seed {seed}"
 
 
 def forward_plans():

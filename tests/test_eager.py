@@ -1,4 +1,7 @@
-"""The shortcut of eager calls without gradients: what it may reuse, and when it must step aside."""
+"""Launches kept by the form of a call: what calls of the operator and the shortcut of eager calls without gradients may reuse,
+and when the shortcut must step aside."""
+
+import weakref
 
 import pytest
 import torch
@@ -6,17 +9,34 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmax
-from rowmax import Problem, eager, testing
+from rowmax import Problem, ops, testing
 
 
 @pytest.fixture(autouse=True)
 def nothing_prepared():
-    eager._prepared.clear()
+    ops.forget()
 
 
 pytestmark = pytest.mark.parametrize(
     ("backend", "device"), [("tiled", "cpu"), ("q_outer", "cpu"), pytest.param("q_outer", "cuda", marks=pytest.mark.gpu)]
 )
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """One entry for each call whose plan was asked for."""
+    calls = []
+    monkeypatch.setattr(ops, "plan_forward", lambda *call, original=ops.plan_forward: calls.append(call) or original(*call))
+    return calls
+
+
+def anew(function):
+    """Its result, though nothing were kept."""
+    kept, ops._launches = ops._launches, {}
+    try:
+        return function()
+    finally:
+        ops._launches = kept
 
 
 class Names(TorchDispatchMode):
@@ -38,7 +58,7 @@ def test_a_prepared_call_gives_what_the_operator_gives_on_new_data(text, backend
         operands = testing.operands(problem, device=device, seed=seed)
         out, lse = testing.attend(problem, operands, plan=backend)
         with Names() as names:
-            want, want_lse = testing.attend(problem, operands, plan=backend)
+            want, want_lse = anew(lambda operands=operands: testing.attend(problem, operands, plan=backend))
         assert "rowmax.forward.default" in names.seen
         assert torch.equal(out, want)
         assert torch.equal(lse, want_lse)
@@ -59,17 +79,21 @@ def test_calls_that_differ_do_not_share_a_launch(backend, device):
         {"return_lse": True},
         {"causal": True, "window": (1, 0)},
     ]
+    calls = [
+        lambda queries=queries, options=options: rowmax.attention(queries, k, v, plan=backend, **options)
+        for options in variants
+        for queries in (q, unaligned, packed)
+    ]
+    wants = [anew(call) for call in calls]
     for _ in range(2):  # the second turn is prepared
-        for options in variants:
-            for queries in (q, unaligned, packed):
-                got = rowmax.attention(queries, k, v, plan=backend, **options)
-                with Names():
-                    want = rowmax.attention(queries, k, v, plan=backend, **options)
-                torch.testing.assert_close(got, want, rtol=0, atol=0)
-    known = len(eager._prepared)
+        for call, want in zip(calls, wants, strict=True):
+            torch.testing.assert_close(call(), want, rtol=0, atol=0)
+            with Names():  # the operator
+                torch.testing.assert_close(call(), want, rtol=0, atol=0)
+    known = len(ops._launches)
     rowmax.attention(q.half(), k.half(), v.half(), plan=backend)
     rowmax.attention(q[:, :5], k, v, plan=backend)
-    assert len(eager._prepared) == known + 2
+    assert len(ops._launches) == known + 2
 
 
 def test_listeners_see_the_operator_of_a_prepared_call(backend, device):
@@ -115,11 +139,85 @@ def test_bad_input_is_refused_though_an_equal_call_was_prepared(backend, device)
 
 
 def test_the_memory_of_prepared_calls_is_bounded(backend, device, monkeypatch):
-    monkeypatch.setattr(eager, "MOST", 3)
+    monkeypatch.setattr(ops, "MOST", 3)
     for length in range(2, 9):
         q = torch.randn(1, length, 1, 16, device=device)
         rowmax.attention(q, q, q, plan=backend)
-        assert len(eager._prepared) <= 3
+        assert len(ops._launches) <= 3
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------------
+
+
+def test_training_and_eager_calls_share_a_launch(backend, device, planned):
+    problem = Problem.parse("b2 h4/2 q5 k7 d16 fp32 causal")
+    for seed in range(3):
+        operands = testing.operands(problem, device=device, seed=seed)
+        want = anew(lambda operands=operands: testing.attend(problem, operands, plan=backend))
+        planned.clear()
+        leaves = [t.clone().requires_grad_() for t in operands[:3]]
+        results = testing.attend(problem, operands._replace(q=leaves[0], k=leaves[1], v=leaves[2]), plan=backend)
+        for got in (results, testing.attend(problem, operands, plan=backend)):
+            assert torch.equal(got[0], want[0])
+            assert torch.equal(got[1], want[1])
+        sum(t.sum() for t in results).backward()
+        assert all(bool(t.grad.isfinite().all()) for t in leaves)
+        assert len(ops._launches) == 1
+        if backend not in ops.ON_CPU:
+            assert len(planned) == (seed == 0)
+    ops.forget()
+    assert not ops._launches
+    testing.attend(problem, operands, plan=backend)
+    assert planned
+    testing.attend(problem, operands, plan=backend, return_lse=False)
+    assert len(ops._launches) == 2
+
+
+def test_a_compiled_call_keeps_its_launch(backend, device, planned):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q: rowmax.attention(q, q, q, plan=backend), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for length in (4, 6, 4, 6):
+        q = torch.randn(1, length, 2, 16, device=device)
+        want = anew(lambda q=q: rowmax.attention(q, q, q, plan=backend))
+        planned.clear()
+        assert torch.equal(compiled(q), want)
+        assert not any(isinstance(size, torch.SymInt) for form in ops._launches for size in form[3])
+    assert len(ops._launches) == 2
+    assert not planned or backend in ops.ON_CPU
+
+
+def test_the_operator_checks_lengths_that_the_host_holds_and_straightens_others(backend, device):
+    q = torch.randn(6, 2, 16, device=device)
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
+    apart = torch.stack([cu, cu - 1], 1)[:, 0]
+
+    def call(cu_q, cu_k):
+        return ops.FORWARD(True, q, q, q, cu_q, cu_k, None, None, 0.25, None, 0, False, backend)
+
+    want = anew(lambda: call(cu, cu))
+    for _ in range(2):
+        for lengths in ((cu, cu), (apart, cu), (cu, apart), (cu.long(), cu.long())):
+            for got, expected in zip(call(*lengths), want, strict=True):
+                assert torch.equal(got, expected)
+    for lengths in ((cu, None), (None, cu)):
+        with pytest.raises(rowmax.ProblemError):
+            call(*lengths)
+    if device == "cpu":
+        assert not ops._launches
+        cu[1] = 7
+        with pytest.raises(rowmax.ProblemError):
+            call(cu, cu)
+    else:
+        assert len(ops._launches) == 2
+
+
+def test_kept_launches_keep_no_tensor_alive(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    gone = [weakref.ref(t) for t in (q, rowmax.attention(q, q, q, plan=backend))]
+    del q
+    assert [ref() for ref in gone] == [None, None]
 
 
 # ---- rowmax.prepare --------------------------------------------------------------------------------------------------------

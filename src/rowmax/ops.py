@@ -20,6 +20,9 @@ from rowmax.problem import Operands, Problem, aligned
 
 _LIBRARY = torch.library.Library("rowmax", "DEF")
 ON_CPU = ("aten", "tiled")  # algorithms that `rowmax.cpu` runs; the others are kernels
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that have no say in what is called on them
+MOST = 4096  # a form holds lengths, and a server may meet any number of them
+_launches: dict = {}  # form of a call -> its launch; None: no kernel of ours runs it
 
 # What describes a call; both operators take it last, in this order (`_CALL` arguments).
 _SCHEMA = (
@@ -59,13 +62,56 @@ def plan_forward(*call):
     return problem, operands, plan(problem, Device.of(q), prefer=call[-1], aligned=q.is_cpu or aligned(q, k, v))
 
 
+def launch_of(need_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers):
+    """The launch of every call of the same form as this one, or None: this call has to be looked at by itself.
+
+    Checks, plan and launch depend on everything about a call but the contents and the addresses of its tensors, and of the
+    addresses on what they are aligned to. They are worked out for the first call of a form, and kept.
+    """
+    if not _kept_lengths(cu_seqlens_q, cu_seqlens_k):
+        return None
+    form = (
+        *(need_lse, numbers, None if cu_seqlens_q is None else (_form(cu_seqlens_q), _form(cu_seqlens_k))),
+        *(q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16),
+        *(k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16),
+        *(v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16),
+    )
+    launch = _launches.get(form, False)
+    if launch is False:
+        problem, _, chosen = plan_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers)
+        launch = kernels().Forward(problem, chosen, need_lse) if chosen.algorithm not in ON_CPU else None
+        if len(_launches) >= MOST:
+            _launches.clear()
+        _launches[form] = launch
+    return launch
+
+
+def forget() -> None:
+    """Work every launch out anew: plans have changed."""
+    _launches.clear()
+
+
+def _kept_lengths(cu_seqlens_q, cu_seqlens_k) -> bool:
+    """Are they absent, or as the kernels read them? Values on the CPU are checked in every call."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return cu_seqlens_q is cu_seqlens_k
+    return all(type(cu) in PLAIN and not cu.is_cpu and cu.is_contiguous() for cu in (cu_seqlens_q, cu_seqlens_k))
+
+
+def _form(t: torch.Tensor):
+    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16
+
+
 def _forward(need_lse, *call):
-    problem, operands, chosen = plan_forward(*call)
-    if chosen.algorithm not in ON_CPU:
-        out, lse = kernels().Forward(problem, chosen, need_lse)(*operands)
-        return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
-    with _own_precision():
-        return cpu.forward(problem, operands, chosen, need_lse)
+    launch, operands = launch_of(need_lse, *call), call[:5]
+    if launch is None:
+        problem, operands, chosen = plan_forward(*call)
+        if chosen.algorithm in ON_CPU:
+            with _own_precision():
+                return cpu.forward(problem, operands, chosen, need_lse)
+        launch = kernels().Forward(problem, chosen, need_lse)
+    out, lse = launch(*operands)
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 def _backward(needs, grad_out, grad_lse, out, lse, *call):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rowmax import Device, Problem, eager, plan
+from rowmax import Device, Problem, ops, plan
 from rowmax.analysis.measure import Timed
 from rowmax.plan import by_table, forget, tuned
 
@@ -58,7 +58,7 @@ def invoke(*arguments: str):
 
 def test_the_best_is_kept_and_planned_and_explained(file, measurer):
     assert str(plan(PROBLEM, H200)) != BEST
-    eager._prepared["a call"] = None
+    ops._launches["a call"] = None
     result = invoke("tune", TEXT, "--seconds", "100")
     assert result.exit_code == 0, result.output
     assert f"{TEXT} forward on NVIDIA H200" in result.stdout
@@ -73,7 +73,7 @@ def test_the_best_is_kept_and_planned_and_explained(file, measurer):
     assert entry["tflops"] == pytest.approx(flops / 8e9, rel=1e-3)
     assert entry["table_tflops"] == pytest.approx(flops / 10e9, rel=1e-3)
     assert str(plan(PROBLEM, H200)) == BEST, "the plan of this process is stale"
-    assert not eager._prepared, "calls prepared by this process are stale"
+    assert not ops._launches, "launches of this process are stale"
     said = f"forward: {BEST}, tuned on NVIDIA H200 {entry['date']}: {flops / 8e9:.0f} TFLOP/s, the table's"
     assert said in invoke("explain", TEXT, "--gpu", "H200").stdout
     found = json.loads(invoke("explain", TEXT, "--gpu", "H200", "--json").stdout)["directions"]["forward"]

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from rowmax import Device, Plan, Problem, ProblemError, eager
+from rowmax import Device, Plan, Problem, ProblemError, ops
 from rowmax.analysis.cost import flops_of
 from rowmax.analysis.measure import Measurer
 from rowmax.analysis.search import Found, tune
@@ -36,7 +36,7 @@ def run(problems: list[str], direction: Direction, out: Optional[Path], seconds:
         kept = True
         console.print(f"  [green]{escape(str(found.best))}[/], {escape(entry.reason(device))}")
     forget()
-    eager._prepared.clear()  # calls that were planned before
+    ops.forget()  # launches that were planned before
     if kept:
         elsewhere = "" if path == tuned.location() else f", which is read where {tuned.VARIABLE} names it"
         console.print(f"in {escape(str(path))}{elsewhere}")
