@@ -7,6 +7,8 @@ letter with a number is a failure seen in the field, in some attention library.
 import os
 from typing import NamedTuple, Optional
 
+import torch
+
 from rowmax import Problem, testing
 
 
@@ -155,6 +157,11 @@ def backends(device: str) -> list[str]:
     if device == "cuda":
         return ["q_outer"]
     return ["aten", "tiled", *(["q_outer"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
+
+
+def forward_backends(device: str) -> list[str]:
+    """Algorithms that have no backward of their own."""
+    return ["hopper"] if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else []
 
 
 def may_refuse(case: Case, backend: str) -> bool:

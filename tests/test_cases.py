@@ -10,7 +10,7 @@ from rowmax.errors import Unsupported
 def pairs(device):
     return [
         pytest.param(case, backend, id=f"{backend}-{case.id}")
-        for backend in cases.backends(device)
+        for backend in cases.backends(device) + cases.forward_backends(device)
         for case in cases.CASES
         if not cases.too_slow(case, backend, device)
     ]
@@ -29,15 +29,18 @@ def test_case(case, backend):
 
 @pytest.fixture(scope="module")
 def on_the_gpu():
-    """Every case, run in several processes that share the GPU: case index -> result."""
-    return {result.index: result for result in run_gpu.run_cases()}
+    """Every case, run in several processes that share the GPU: (backend, case index) -> result. Gradients once only."""
+    return {
+        (backend, result.index): result
+        for backend in cases.backends("cuda") + cases.forward_backends("cuda")
+        for result in run_gpu.run_cases(backend=backend, backward=backend in cases.backends("cuda"))
+    }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "backend"), pairs("cuda"))
 def test_case_on_a_gpu(case, backend, on_the_gpu):
-    assert backend == "q_outer"
-    result = on_the_gpu[cases.CASES.index(case)]
+    result = on_the_gpu[backend, cases.CASES.index(case)]
     if result.refused:
         pytest.skip("the plan refuses, as it may")
     assert not result.error, result.error
