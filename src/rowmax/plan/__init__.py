@@ -114,8 +114,8 @@ def _choose(problem: Problem, device: Device, direction: Direction, aligned: boo
         reason = candidate.refuses(problem, device, direction)
         if wanted and not reason and name != wanted.algorithm:
             reason = f"{wanted.algorithm} {wanted.by}"
-        if not reason and name == "hopper" and not aligned:
-            reason = hopper.UNALIGNED
+        if not reason and name == "hopper":
+            reason = hopper.UNALIGNED if not aligned else None if wanted else hopper.passes_over(problem)
         if reason:
             refusals[name] = reason
             continue
