@@ -57,6 +57,36 @@ def instructions(listing: str) -> tuple[list, dict]:
     return found, labels
 
 
+def successors(code: list, labels: dict, i: int) -> list[int]:
+    """Instructions that may follow instruction i."""
+    predicate, name, operands = code[i]
+    targets = [labels[label] for label in re.findall(r"\.L_\w+", operands) if label in labels and name != "BSSY"]
+    goes_on = name not in ("BRX", "EXIT", "RET.REL.NODEC") and not (name == "BRA" and operands.startswith("`"))
+    if i + 1 < len(code) and (predicate or goes_on):
+        targets.append(i + 1)
+    return targets
+
+
+def inner_loops(code: list, labels: dict, name: str) -> list[tuple[int, int]]:
+    """First and last instruction of the innermost loops that hold an instruction `name`.
+
+    A jump backwards ends a loop if there is no way to it but through its target: waits that try again lie elsewhere.
+    """
+    after = [successors(code, labels, i) for i in range(len(code))]
+    found = []
+    for i, targets in enumerate(after):
+        for start in targets:
+            if start <= i and any(other.startswith(name) for _, other, _ in code[start:i]):
+                reached, waiting = {0, start}, [0]
+                while waiting:
+                    new = set(after[waiting.pop()]) - reached
+                    reached |= new
+                    waiting += new
+                if i not in reached:
+                    found.append((start, i))
+    return [one for one in found if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in found)]
+
+
 def uninitialised(listing: str) -> list[str]:
     """Instructions for Ampere to Hopper that read a uniform register which some path from the entry to them leaves unwritten.
 
@@ -69,13 +99,8 @@ def uninitialised(listing: str) -> list[str]:
     reached, waiting = {0}, [0]
     while waiting:
         i = waiting.pop()
-        predicate, name, operands = code[i]
-        after = known[i] | _uniform(name, operands)[1]
-        targets = [labels[label] for label in re.findall(r"\.L_\w+", operands) if label in labels and name != "BSSY"]
-        goes_on = name not in ("BRX", "EXIT", "RET.REL.NODEC") and not (name == "BRA" and operands.startswith("`"))
-        if i + 1 < len(code) and (predicate or goes_on):
-            targets.append(i + 1)
-        for target in targets:
+        after = known[i] | _uniform(*code[i][1:])[1]
+        for target in successors(code, labels, i):
             merged = known[target] & after
             if target not in reached or merged != known[target]:
                 known[target] = merged

@@ -7,7 +7,7 @@ drawn far more often than others, which lag behind as far as the barriers let th
 
 * mbarriers with phases, arrivals and bytes; more arrivals than a phase expects are an error, and so are loads nobody awaits.
 * TMA loads: the buffer holds NaN from the issue on, and the rows at some later moment. Stores: read at the latest moment,
-  `store_wait`; a store of what was written without a fence is an error.
+  `store_wait` of their own partition; one that nobody awaits is an error, and so is one of what was written without a fence.
 * asynchronous products: computed when they are issued or, `late`, only when they are awaited; no use of them before.
 * named barriers, and memory through pointers, where an access outside is an error.
 
@@ -49,17 +49,18 @@ class Machine:
         self.ready: dict = {}  # partition -> (may it go on?, what it waits for)
         self.current: Optional[int] = None
         self.loads: list = []  # on their way
-        self.stores: list = []
-        self.unfenced: set = set()
+        self.unfenced: dict = {}  # address of a buffer -> the partition that wrote it
         self.named: dict = {}
         self.failure: Optional[BaseException] = None
         self.local = threading.local()
 
     def run(self, partitions) -> None:
         self.ready = {i: ((lambda: True), "start") for i in range(len(partitions))}
-        self.eagerness = [30.0**i for i in range(len(partitions))]  # the producer is the last one
-        if not self.late:
-            self.random.shuffle(self.eagerness)
+        self.eagerness = [30.0**i for i in range(len(partitions))]
+        ahead = self.eagerness.pop() if self.late else None  # of the producer, the last partition
+        self.random.shuffle(self.eagerness)
+        if ahead:
+            self.eagerness.append(ahead)
         threads = [threading.Thread(target=self._body, args=pair, daemon=True) for pair in enumerate(partitions)]
         for thread in threads:
             thread.start()
@@ -73,13 +74,15 @@ class Machine:
             raise self.failure
 
     def _body(self, index: int, function) -> None:
-        self.local.index, self.local.products = index, []
+        self.local.index, self.local.products, self.local.stores = index, [], []
         try:
             with self.condition:
                 self._await(index)
             function()
             if self.local.products:
                 raise Wrong("a product that nobody awaited")
+            if self.local.stores:
+                raise Wrong("a store that nobody awaited")
         except _Stop:
             pass
         except BaseException as error:
@@ -165,7 +168,7 @@ class Shared:
         return Shared(self.machine, self.tensor.permute(*order))
 
     def store(self, value):
-        self.machine.unfenced.add(self.tensor.data_ptr())
+        self.machine.unfenced[self.tensor.data_ptr()] = self.machine.local.index
         self.tensor.copy_(value)
 
     def load(self, layout=None):
@@ -173,13 +176,14 @@ class Shared:
 
 
 class Descriptor:
-    """A host descriptor, from its own shape and strides."""
+    """A host descriptor, from its own shape and strides. `once`: no element is stored twice."""
 
-    def __init__(self, host):
+    def __init__(self, host, once: bool):
         self.tensor = host.base.as_strided(host.shape, host.strides)
         self.box, self.dtype, self.layout = list(host.block_shape), host.base.dtype, None
         size = torch.Size(self.box).numel() * host.base.element_size()
         self.block_type = types.SimpleNamespace(nbytes=size)
+        self.stored = torch.zeros(self.tensor.shape, dtype=torch.bool) if once else None
 
     def _overlap(self, place):
         inside, within = [], []
@@ -198,6 +202,10 @@ class Descriptor:
 
     def store(self, place, box) -> None:
         inside, within = self._overlap(place)
+        if self.stored is not None:
+            if bool(self.stored[inside].any()):
+                raise Wrong("an element stored twice")
+            self.stored[inside] = True
         self.tensor[inside] = box.reshape(self.box)[within]
 
 
@@ -271,6 +279,8 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         maximum=_either(torch.maximum, max),
         max=lambda x, axis: x.max(axis).values,
         sum=lambda x, axis: x.sum(axis),
+        split=lambda x: x.unbind(-1),
+        SliceLayout=lambda axis, layout: None,
         where=_where,
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         expand_dims=lambda x, axis: x.unsqueeze(axis),
@@ -319,12 +329,16 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     def tma_store(target, place, source):
         if source.tensor.data_ptr() in machine.unfenced:
             raise Wrong("a TMA store of shared memory that was written without a fence")
-        machine.stores.append(lambda: target.store(place, source.tensor))
+        machine.local.stores.append(lambda: target.store(place, source.tensor))
 
     def store_wait(pending):
         machine.pause()
-        while machine.stores:
-            machine.stores.pop()()
+        while machine.local.stores:
+            machine.local.stores.pop(0)()
+
+    def fence():
+        mine = getattr(machine.local, "index", None)  # None: before the warps part
+        machine.unfenced = {place: owner for place, owner in machine.unfenced.items() if owner != mine}
 
     def multiply(a, b, acc, use_acc=True, is_async=False):
         def compute():
@@ -344,8 +358,8 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         done, machine.local.products = products[: len(products) - outstanding], products[len(products) - outstanding :]
         for product in done:
             product.finish()
-        (value,) = deps
-        return value if value in machine.local.products else value.value
+        values = [value if value in machine.local.products else value.value for value in deps]
+        return values[0] if len(values) == 1 else values
 
     def named_barrier(op, number, threads):
         barrier = machine.named.setdefault(int(number), [0, 0])
@@ -366,7 +380,16 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         wait=wait,
         arrive=arrive,
     )
-    names = ("score_layout", "out_layout", "weight_layout", "row_layout", "column_layout", "number_layout", "slot_layout")
+    names = (
+        "score_layout",
+        "out_layout",
+        "weight_layout",
+        "row_layout",
+        "column_layout",
+        "axis_layout",
+        "number_layout",
+        "slot_layout",
+    )
     return {
         "gl": gl,
         "tl": gl,
@@ -380,7 +403,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         "scale_unless_one": lambda acc, factor, count: acc * factor,
         "warpgroup_mma": multiply,
         "warpgroup_mma_wait": multiply_wait,
-        "fence_async_shared": machine.unfenced.clear,
+        "fence_async_shared": fence,
         **{name: (lambda *_: None) for name in names},
     }
 
@@ -399,46 +422,50 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
-def sources(mutant: tuple[str, str] = ("", "")) -> list:
-    """Functions and constants of the kernel and its helpers as code, after one replacement of text."""
+def sources(*mutants: tuple[str, str]) -> list:
+    """Functions and constants of the kernel and its helpers as code, after replacements of text that is there once."""
     mask = importlib.import_module("rowmax.mask")
     ring, forward = (importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("ring", "forward"))
-    found, count = [], 0
-    for module in (mask, tile_ops, address, ring, forward):
-        text = inspect.getsource(module)
-        count += text.count(mutant[0]) if mutant[0] else 0
-        tree = _Plain().visit(ast.parse("from __future__ import annotations\n" + text.replace(*mutant)))
+    modules = (mask, tile_ops, address, ring, forward)
+    texts = [inspect.getsource(module) for module in modules]
+    for old, new in mutants:
+        count = sum(text.count(old) for text in texts)
+        if count != 1:
+            raise ValueError(f"the text to replace is there {count} times: {old}")
+        texts = [text.replace(old, new) for text in texts]
+    found = []
+    for module, text in zip(modules, texts, strict=True):
+        tree = _Plain().visit(ast.parse("from __future__ import annotations\n" + text))
         tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) or _constant(node)]
         tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
         found.append(compile(ast.fix_missing_locations(tree), module.__name__, "exec"))
-    if mutant[0] and count != 1:
-        raise ValueError(f"the text to replace is there {count} times: {mutant[0]}")
     return found
 
 
 def _constant(node) -> bool:
-    """`NAME = gl.constexpr(number)`, or with tl."""
-    return isinstance(node, ast.Assign) and re.fullmatch(r"[gt]l\.constexpr\(\d+\)", ast.unparse(node.value)) is not None
+    """`NAME = gl.constexpr(number)`, or with tl, or several names counted from 0."""
+    form = r"[gt]l\.constexpr\(\d+\)|map\(gl\.constexpr, range\(\d+\)\)"
+    return isinstance(node, ast.Assign) and re.fullmatch(form, ast.unparse(node.value)) is not None
 
 
 def forward(
-    problem: Problem, operands: Operands, tile: HopperTile, *, need_lse=True, blocks=2, seed=0, late=False, mutant=("", ""),
+    problem: Problem, operands: Operands, tile: HopperTile, *, need_lse=True, blocks=2, seed=0, late=False, mutants=(),
     repair=True,
 ):  # fmt: skip
     """`(out, lse, suspect)` of the launcher's two kernels; the second one in Triton's interpreter, where a tile is suspect.
 
-    `blocks`: how many, where the schedule leaves it open. `mutant`: one replacement of text in the source. `repair`: run the
+    `blocks`: how many, where the schedule leaves it open. `mutants`: replacements of text in the source. `repair`: run the
     second kernel. `suspect`: 1 where one of 64 rows is, else 0. The counter and the flags must be left at 0.
     """
     out_shape, lse_shape = problem.outputs()
     out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
     lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
     call, guard = launch.hopper_calls(problem, operands, tile, out, lse)
-    arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
+    arguments = [_argument(x, not problem.packed) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
     suspect, counter = call.tensors[8:10]
-    code = sources(mutant)
-    programs = call.programs if tile.schedule == "grid" else min(blocks, call.programs)
+    code = sources(*mutants)
+    programs = min(blocks, call.programs)
     for program in range(programs):
         names = language(Machine(seed + program, late), program, programs)
         for part in code:
@@ -454,7 +481,7 @@ def forward(
     return out, lse, marked
 
 
-def _argument(x):
+def _argument(x, once: bool):
     if isinstance(x, torch.Tensor):
         return Pointer(x)
-    return None if x is None else Descriptor(x)
+    return None if x is None else Descriptor(x, once)

@@ -19,7 +19,7 @@ from rowmax.kernels import scratch
 
 PROBLEMS = {
     "b1 h8 q512 k512 d128 bf16 causal": "hopper[128x128 s2 q2 pingpong dynamic g8]",
-    "b3 h4/2 q300 k300 d128 bf16 packed window(9,inf)": "hopper[128x128 s2 q1 pingpong grid g8]",
+    "b3 h4/2 q300 k300 d128 bf16 packed window(9,inf)": "hopper[128x128 s2 q1 pingpong dynamic g8]",
     "b2 h4/2 q300 k300 d192/128 bf16": "hopper[128x128 s2 q1 pingpong static]",
     "b2 h4/2 q30 k30 d64 fp16 causal": "q_outer[64x64 w4 s2]",
 }

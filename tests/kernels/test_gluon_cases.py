@@ -8,9 +8,9 @@ pytest.importorskip("triton.experimental.gluon")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the second kernel runs in Triton's interpreter", allow_module_level=True)
 
-import cases
 import simulate
 
+import cases
 from rowmax import Device, plan, testing
 
 H200 = Device.named("H200")

@@ -10,7 +10,7 @@ H200 = Device.named("H200")
 DENSE = Problem.parse("b2 h8/2 q512 k512 d128 bf16 causal")
 
 
-@pytest.mark.parametrize("text", ["128x128 s2 q1 pingpong static", "192x64 s3 q2 dynamic g32", "64x32 s2 q1 lazy grid"])
+@pytest.mark.parametrize("text", ["128x128 s2 q1 pingpong static", "192x64 s3 q2 dynamic g32", "64x32 s2 q1 lazy static"])
 def test_tile_spelling(text):
     assert str(HopperTile.parse(text)) == text
     assert str(Plan.parse(f"hopper[{text}]")) == f"hopper[{text}]"
@@ -22,11 +22,19 @@ def test_a_wrong_tile_teaches_its_spelling(text):
         HopperTile.parse(text)
 
 
-def test_it_is_taken_only_by_name():
-    chosen = plan(DENSE, H200)
-    assert chosen.algorithm == "q_outer"
-    assert "ask for it with plan='hopper'" in dict(chosen.refusals)["hopper"]
-    assert plan(DENSE, H200, prefer="hopper").algorithm == "hopper"
+def test_it_is_taken_unless_there_are_few_queries_or_another_is_asked_for():
+    packed, few = DENSE.with_(packed=True, len_q=5 * 512, batch=5), "with fewer than 384 queries a sequence q_outer is faster"
+    for problem in (DENSE, DENSE.with_(len_q=384), packed):
+        assert plan(problem, H200).algorithm == "hopper"
+        assert plan(problem, H200, prefer="q_outer").algorithm == "q_outer"
+    for problem in (DENSE.with_(len_q=383), DENSE.with_(len_q=1), packed.with_(batch=8)):
+        chosen = plan(problem, H200)
+        assert chosen.algorithm == "q_outer"
+        assert dict(chosen.refusals)["hopper"] == few
+        assert plan(problem, H200, prefer="hopper").algorithm == "hopper"
+    unaligned = plan(DENSE, H200, aligned=False)
+    assert unaligned.algorithm == "q_outer"
+    assert "no broadcast tensors" in dict(unaligned.refusals)["hopper"]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +60,9 @@ def test_its_backward_is_the_portable_one():
     own = plan(DENSE, H200, direction="backward")
     assert plan(DENSE, H200, direction="backward", prefer="hopper").tiles == own.tiles
     assert plan(DENSE, H200, direction="backward", prefer="hopper").algorithm == "q_outer"
-    given = "hopper[128x128 s2 q1 grid, 64x64 w4 s2, 64x64 w4 s1]"
+    given = "hopper[128x128 s2 q1 static, 64x64 w4 s2, 64x64 w4 s1]"
     assert [str(tile) for tile in plan(DENSE, H200, direction="backward", prefer=given).tiles] == ["64x64 w4 s2", "64x64 w4 s1"]
-    assert [str(tile) for tile in plan(DENSE, H200, prefer=given).tiles] == ["128x128 s2 q1 grid"]
+    assert [str(tile) for tile in plan(DENSE, H200, prefer=given).tiles] == ["128x128 s2 q1 static"]
 
 
 @pytest.mark.parametrize("dims", ["8", "64", "72", "96", "128", "192", "192/128", "64/256", "256"])

@@ -27,7 +27,7 @@ def test_candidates_are_legal_and_unique(text, name, direction):
     for position in range(len(start.tiles)):
         found = candidates(problem, device, start, position)
         assert found[0] is start
-        assert 10 <= len(found) <= 200
+        assert 10 <= len(found) <= 240
         assert len(set(map(str, found))) == len(found)
         for plan in found:
             again = Plan.parse(str(plan))
@@ -51,7 +51,7 @@ def test_the_search_covers_what_was_found_by_hand():
     """The best tiles of the prototype are within reach of their neighbours in the table."""
     problem, device = Problem.parse("b1 h8 q16384 d256 bf16"), Device.named("H200")
     found = set(map(str, candidates(problem, device, by_table(problem, device), 0)))
-    assert {"hopper[128x64 s2 q1 static]", "hopper[128x64 s2 q1 grid]", "q_outer[128x32 w8 s3 tma]"} <= found
+    assert {"hopper[128x64 s2 q1 static]", "hopper[128x64 s2 q1 dynamic]", "q_outer[128x32 w8 s3 tma]"} <= found
     assert "q_outer[128x64 w8 s2]" in found
 
 

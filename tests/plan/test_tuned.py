@@ -64,8 +64,8 @@ def test_a_table_that_was_wrong_is_said(file):
 
 
 def test_an_algorithm_that_was_measured_need_not_be_asked_for(file):
-    keep(file, entry("hopper", ("128x128 s2 q1 pingpong grid g8",)))
-    assert str(plan(PROBLEM, H200)) == "hopper[128x128 s2 q1 pingpong grid g8]"
+    keep(file, entry("hopper", ("128x128 s2 q1 pingpong dynamic g8",)))
+    assert str(plan(PROBLEM, H200)) == "hopper[128x128 s2 q1 pingpong dynamic g8]"
     unaligned = plan(PROBLEM, H200, aligned=False)
     assert unaligned.algorithm == "q_outer"
     assert "multiples of 16 bytes" in dict(unaligned.refusals)["tuned"]
@@ -134,9 +134,9 @@ def test_spellings_in_any_order_are_one_problem(file):
         ({"tiles": ("128x128 w8 s5",)}, "bytes of shared memory"),
         ({"tiles": ("128x128 w4 s2",)}, "registers a thread"),
         ({"algorithm": "hopper"}, "no tile of this kernel"),
-        ({"algorithm": "hopper", "tiles": ("128x128 s4 q1 grid",)}, "bytes of shared memory"),
-        ({"algorithm": "hopper", "tiles": ("192x128 s2 q1 grid",)}, "a consumer has 160"),
-        ({"algorithm": "hopper", "tiles": ("128x64 s0 q1 grid",)}, "stages are 1 to 8"),
+        ({"algorithm": "hopper", "tiles": ("128x128 s4 q1 static",)}, "bytes of shared memory"),
+        ({"algorithm": "hopper", "tiles": ("192x128 s2 q1 static",)}, "a consumer has 160"),
+        ({"algorithm": "hopper", "tiles": ("128x64 s0 q1 static",)}, "stages are 1 to 8"),
     ],
 )
 def test_an_entry_that_does_not_hold_is_left_out_with_the_reason(file, changes, reason):
