@@ -26,7 +26,8 @@ FREE_SLOT = "            release_told(slots, round, SLOTS)\n"
 FIRST_Q = "        wait_full(q_ring, round, BUILD.Q_STAGES, True, CONSUMER, BUILD.CONSUMERS)\n"
 NEXT_Q = "            wait_full(q_ring, round + 1, BUILD.Q_STAGES, turns > 0, CONSUMER, BUILD.CONSUMERS)\n"
 FREE_Q = "release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)\n"
-LATE_Q = "            if BUILD.Q_STAGES > 1 or turns - done == 1:\n                " + FREE_Q
+LATE_Q = "            if BUILD.Q_STAGES > 1:\n                " + FREE_Q
+ONLY_Q = "                if turns - done == 1:\n                    " + FREE_Q
 FIRST_K = "        wait_full(k_ring, turn, BUILD.STAGES)\n"
 SECOND_K = "        wait_full(k_ring, turn, BUILD.STAGES, left > 0)\n"
 LOOP_K = "                wait_full(k_ring, turn + 1, BUILD.STAGES, j + 1 < turns)\n"
@@ -42,8 +43,7 @@ LOOP, ELSE = "turn, turn - 1, buffers, rings, CONSUMER, BUILD)\n", "            
 WAIT_S = "                s = warpgroup_mma_wait(1, deps=[s])\n"
 BOTH = "                s, acc = warpgroup_mma_wait(0, deps=[s, acc])\n"
 ACC = "                acc = warpgroup_mma_wait(0, deps=[acc])\n"
-STORE = "                _store(acc, m, l, slots, round, scale_log2, o_buffer, work, out, o_source, CONSUMER, BUILD)\n"
-LAST_STORE = STORE + "                m = next_m\n                l = next_l\n"
+CLOSE = "                inverse, far = _close(old_m, old_l,"
 LAST_PRODUCTS = "            s, acc = _products(acc, p, alpha, round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)\n"
 SKIP_TURN = """            if BUILD.PINGPONG:
                 take_turn(CONSUMER)
@@ -54,7 +54,7 @@ SKIP_V = "            wait_full(v_ring, turn + i, BUILD.STAGES)\n", "           
 TO_FILL, TO_PUBLISH = "phase_of(turn, STAGES) ^ 1)\n    if SECOND", "phase_of(turn, STAGES) ^ 1)\n    zero"
 NUMBERS = "turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k"
 EDGES = "(key_tile < first) | (key_tile >= end)"
-AT_NEXT = "\n                p, next_m, next_l, alpha = _softmax(\n                    s, m, l, slots, round + 1, left,"
+AT_NEXT = "old_l = l\n                p, m, l, alpha = _softmax(\n                    s, m, l, slots, round + 1, left,"
 VISIBLE = "seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own"
 FLAG = "flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS"
 FLAG_PACKED = "flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS"
@@ -90,9 +90,9 @@ MUTANTS = {
     "Q of no tile awaited": (only(NEXT_Q, NEXT_Q.replace("turns > 0", "True")), CAUSAL, STATIC),
     "Q never released": (only("if j + 1 == turns:", "if j + 1 < 0:"), CAUSAL, STATIC),
     "two Q never released": (only(LATE_Q), CAUSAL, DYNAMIC),
-    "Q of one key tile never released": (only(" or turns - done == 1:", ":"), SHORT, "128x64 s2 q1 static"),
+    "Q of one key tile never released": (only(ONLY_Q, "                pass\n"), SHORT, "128x64 s2 q1 static"),
     "Q of one key tile behind skipped ones never released": (only("turns - done == 1:", "turns == 1:"), DIAGONAL, SKIPS),
-    "Q released twice": (only("if BUILD.Q_STAGES > 1 or turns - done == 1:", "if True:"), CAUSAL, STATIC),
+    "Q released twice": (only(LATE_Q, "            if True:\n                " + FREE_Q), CAUSAL, STATIC),
     "Q released a turn too early": (only("if j + 1 == turns:", "if j + 2 == turns:"), CAUSAL, STATIC),
     "Q released before its last S": (
         only(
@@ -193,7 +193,7 @@ MUTANTS = {
     "two slots": (only("SLOTS = gl.constexpr(3)", "SLOTS = gl.constexpr(2)"), "b1 h4 q200 k60 d64 bf16", STATIC),
     "one slot": (only("SLOTS = gl.constexpr(3)", "SLOTS = gl.constexpr(1)"), CAUSAL, STATIC),
     "the end not announced": (
-        only("    if turns == 0:\n        publish", "    if turns == 1:\n        publish"),
+        only("    else:\n        publish", "    elif turns > 0:\n        publish"),
         CAUSAL,
         STATIC,
     ),
@@ -253,7 +253,7 @@ MUTANTS = {
     ),
     "skipped as for the consumer before": (only("(CONSUMER + 1) * ROWS - 1", "CONSUMER * ROWS - 1"), DIAGONAL, SKIPS_THREE),
     "rows that see nothing skip all": (
-        only("gl.maximum(gl.minimum(last, len_k - 1), 0) //", "gl.minimum(last, len_k - 1) //"),
+        only("gl.maximum(last, 0) //", "last //"),
         FEW_KEYS,
         SKIPS_THREE,
     ),
@@ -275,8 +275,11 @@ MUTANTS = {
     "heads not grouped": (only("group = head // BUILD.GROUP", "group = head * 0"), GROUPED, STATIC),
     "heads taken in turn": (only("group = head // BUILD.GROUP", "group = head % BUILD.GROUP"), GROUPED, STATIC),
     "heads of a small last group": (only("gl.minimum(members, every", "gl.maximum(members, 0 * every"), MANY_KEYS, DYNAMIC),
-    "surplus tiles end the work": (
-        only("        else:\n            tile = _next(tile, counter, BUILD)\n", "        else:\n            tile = total\n"),
+    "a sequence too late in the order": (only("end <= place", "end < place"), PACKED, STATIC),
+    "a row tile too many in the order": (only("+ 1) - 1 - place", "+ 1) - place"), PACKED, STATIC),
+    "the last row tile of the order left out": (only("len_k), tiles * heads", "len_k), tiles * heads - 1"), PACKED, STATIC),
+    "heads of packed sequences by the number at most": (
+        only("heads, tiles, members, len_q, len_k), t", "heads, _tiles, members, len_q, len_k), t"),
         PACKED,
         STATIC,
     ),
@@ -339,12 +342,12 @@ MUTANTS = {
         STATIC,
     ),
     # the store
-    "maxima of the next tile": (only(LAST_STORE, LAST_STORE.replace("acc, m, l", "acc, next_m, l")), CAUSAL, STATIC),
-    "sums of the next tile": (only(LAST_STORE, LAST_STORE.replace("acc, m, l", "acc, m, next_l")), CAUSAL, STATIC),
-    "maxima of this tile go on": (only("                m = next_m\n"), CAUSAL, STATIC),
-    "sums of this tile go on": (only("                l = next_l\n"), CAUSAL, STATIC),
-    "three store behind the softmax": (
-        only(STORE + "                p, m", "                p, m", ONE_MORE_K + ELSE, ONE_MORE_K + STORE + ELSE),
+    "maxima of the next tile": (only("_close(old_m,", "_close(m,"), CAUSAL, STATIC),
+    "sums of the next tile": (only("_close(old_m, old_l,", "_close(old_m, l,"), CAUSAL, STATIC),
+    "maxima of this tile go on": (only(CLOSE, "                m = old_m\n" + CLOSE), CAUSAL, STATIC),
+    "sums of this tile go on": (only(CLOSE, "                l = old_l\n" + CLOSE), CAUSAL, STATIC),
+    "three close the next tile": (
+        only("far = _close(m, l, slots, round,", "far = _close(m, l, slots, round + 1,"),
         CAUSAL,
         THREE,
     ),
@@ -377,7 +380,7 @@ MUTANTS = {
         QUEUE,
     ),
     "a sequence's last rows a row too far": (
-        only("    inside = rows < len_q\n", "    inside = rows < len_q + 1\n"),
+        only("expand_dims(rows < len_q, 1)", "expand_dims(rows < len_q + 1, 1)"),
         PACKED,
         QUEUE,
     ),
@@ -392,8 +395,13 @@ MUTANTS = {
         QUEUE,
     ),
     "ragged O of the sequence before": (only("((begin_q + rows).to", "(rows.to"), PACKED, QUEUE),
-    "LSE of the sequence before": (only("* total_q + begin_q\n", "* total_q\n"), PACKED, QUEUE),
-    "LSE of another batch": (only("line = (b.to(gl.int64) * heads + head)", "line = (b.to(gl.int64) + head)"), BATCHES, STATIC),
+    "LSE of the sequence before": (
+        only("            line += told(slots, round, SLOTS, BEGIN_Q)\n", "            pass\n"),
+        PACKED,
+        QUEUE,
+    ),
+    "LSE of another batch": (only("BATCH).to(gl.int64) * heads +", "BATCH).to(gl.int64) +"), BATCHES, STATIC),
+    "LSE a row too far": (only("lse, mask=rows < len_q)", "lse, mask=rows < len_q + 1)"), PACKED, QUEUE),
     "LSE in base 2": (
         only("(m * scale_log2 + gl.log2(l_safe)) * 0.6931471805599453", "(m * scale_log2 + gl.log2(l_safe))"),
         CAUSAL,

@@ -223,8 +223,12 @@ class Pointer:
             raise Wrong("an access outside of a tensor")
         return places
 
-    def load(self, mask=None):
-        return self.tensor.view(-1)[self._places(mask)]
+    def load(self, mask=None, other=0):
+        found = self.tensor.view(-1)[self._places(mask)]
+        if mask is None:
+            return found
+        whole = torch.full(torch.as_tensor(self.offset).shape, other, dtype=self.tensor.dtype)
+        return whole.masked_scatter(torch.broadcast_to(mask, whole.shape), found)
 
     def store(self, value, mask=None):
         value = torch.as_tensor(value)
@@ -288,7 +292,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
         arange=lambda start, end, layout=None: torch.arange(start, end),
-        load=lambda pointer, mask=None, other=0: pointer.load(mask),
+        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
         warp_specialize=lambda parts, warps, registers: machine.run(
             [lambda function=function, given=given: function(*given) for function, given in parts]
@@ -460,7 +464,9 @@ def forward(
     out_shape, lse_shape = problem.outputs()
     out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
     lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
-    call, guard = launch.hopper_calls(problem, operands, tile, out, lse)
+    *before, call, guard = launch.hopper_calls(problem, operands, tile, out, lse)
+    for order in before:
+        launch._launch(out.device, order)
     arguments = [_argument(x, not problem.packed) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
     suspect, counter = call.tensors[8:10]

@@ -41,11 +41,11 @@ def test_what_reaches_the_driver(tmp_path):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [facts["problem"] for facts in found] == list(PROBLEMS)
     for facts in found:
-        kernels = 2 if "hopper" in PROBLEMS[facts["problem"]] else 1
+        kernels = 1 if "hopper" not in PROBLEMS[facts["problem"]] else 3 if "packed" in facts["problem"] else 2
         assert facts["direct"] == [True] * kernels, f"Triton's launcher is not known: {facts}"
         assert facts["launches of a call"] == [kernels] * 3
         assert facts["differences"] == [], "the direct launch hands over other parameters than Triton's own"
-        assert facts["early"] == [0, 1][:kernels], "the guard, and it alone, may start early"
+        assert facts["early"] == [0] * (kernels - 1) + [int(kernels > 1)], "the guard, and it alone, may start early"
         assert facts["encoded again"] == 0, "descriptors of known addresses are encoded once more"
         assert facts["heard"] == 2 * kernels, "a hook that was installed later is not called"
         assert facts["kept"] <= 64
@@ -80,13 +80,13 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
     memory = torch.zeros(10_000, dtype=torch.int32)
     tensors = (*given[2][:3], out, lse, *given[2][3:])
     if "hopper" in plan_text:
-        first, second = launch.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
+        *before, first, second = launch.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
+        launches, order = forward._again._launches(memory, *tensors)
         flags, counter = memory[scratch.FLAGS_AT :], memory if first.tensors[9] is not None else None
-        first = first._replace(tensors=(*first.tensors[:8], flags, counter, *first.tensors[10:]))
+        first = first._replace(tensors=(*first.tensors[:8], flags, counter, *first.tensors[10:12], order))
         second = second._replace(tensors=(*second.tensors[:5], flags, *second.tensors[6:]))
-        launchers = [forward._again._forward, forward._again._guard]
-        direct = forward._again._arguments(memory.data_ptr(), *tensors)
-        calls = [first, second]
+        launchers, direct = zip(*launches, strict=True)
+        calls = [*(call._replace(tensors=(*call.tensors[:2], order)) for call in before), first, second]
     else:
         calls = [launch.forward_call(problem, given[2], chosen.tiles[0], out, lse)]
         launchers = [launch._launch(out.device, calls[0])]

@@ -48,12 +48,13 @@ BUILDS = {
 }
 # Bytes of stack, for numbers of a tile that lie there while its inner loop runs; of all others none.
 STACK = {
-    ("d64 fp16 window(256,9)", ""): 24,
+    ("d64 fp16 window(256,9)", ""): 32,
     ("d64 bf16 causal packed", ""): 8,
     ("d24/40 bf16 window(9,inf) packed", ""): 8,
     ("d256 bf16", ""): 16,
     ("d256 bf16 causal", ""): 32,
     ("d256 fp16 window(256,9)", ""): 24,
+    ("d256 bf16 causal packed", ""): 24,
     ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"): 32,
 }
 MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: twenty times as many when its products wait for each other

@@ -81,7 +81,7 @@ def test_every_tile_of_the_plan_fits_the_chip(dims, mask):
         for heads, dim in ((4, problem.dim_qk), (2, problem.dim_qk), (2, problem.dim_v), (4, problem.dim_v))
     )
     cu = torch.tensor([0, 100, 300], dtype=torch.int32) if problem.packed else None
-    call, _ = launch.hopper_calls(problem, launch.Operands(q, k, v, cu, cu), tile, out, None)
+    *_, call, _ = launch.hopper_calls(problem, launch.Operands(q, k, v, cu, cu), tile, out, None)
     build = call.numbers[-1]
     registers = (
         build.REGISTERS.value * 128 * tile.consumers + build.PRODUCER_REGISTERS.value * 128

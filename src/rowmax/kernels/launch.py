@@ -112,50 +112,57 @@ class Forward:
 
 
 class _Hopper:
-    """The two launches of the Hopper forward for other addresses, on the device that was current when they were built."""
+    """The launches of the Hopper forward for other addresses, on the device that was current when they were built."""
 
-    def __init__(self, calls: tuple[Call, Call], builds: list, device_index: int):
-        forward, guard = calls
-        self._forward, self._guard = builds
+    def __init__(self, calls: tuple[Call, ...], builds: list, device_index: int):
+        *_, forward, _ = calls
+        *self._order, self._forward, self._guard = builds  # the first is there for packed sequences only
         self._sources = self._forward.descriptors(tuple(source for source in forward.tensors[:6] if source is not None))
-        self._packed, self._dynamic = forward.tensors[6] is not None, forward.tensors[9] is not None
+        self._dynamic = forward.tensors[9] is not None
         self._size = scratch.FLAGS_AT + forward.tensors[8].numel()
-        self._numbers, self._guard_numbers = forward.numbers, guard.numbers
+        self._numbers = [call.numbers for call in calls]
         self._device_index = device_index
 
     def __call__(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> None:
         stream = self._forward.stream()
         key, memory = scratch.take(q, self._device_index, stream, self._size)
-        forward, guard = self._arguments(memory.data_ptr(), q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        self._forward.enqueue(stream, *forward)
-        self._guard.enqueue(stream, *guard)
+        for launcher, arguments in self._launches(memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)[0]:
+            launcher.enqueue(stream, *arguments)
         scratch.give_back(key, memory)
 
     def bind(self, *tensors) -> Callable[[], None]:
         """The same for tensors that stay, with memory of its own. The caller keeps the tensors."""
         memory = tensors[0].new_zeros(self._size, dtype=torch.int32)
-        forward, guard = self._arguments(memory.data_ptr(), *tensors)
+        launches, order = self._launches(memory, *tensors)
 
-        def run(memory=memory):
+        def run(memory=(memory, order)):
             stream = self._forward.stream()
-            self._forward.enqueue(stream, *forward)
-            self._guard.enqueue(stream, *guard)
+            for launcher, arguments in launches:
+                launcher.enqueue(stream, *arguments)
 
         return run
 
-    def _arguments(self, memory: int, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> tuple[tuple, tuple]:
+    def _launches(self, memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> tuple[list, Optional[torch.Tensor]]:
+        """Launchers with their arguments, and memory that lasts until they have run."""
+        counter, order, order_address = memory.data_ptr(), None, None
+        if self._order:
+            order = q.new_empty(2 * cu_seqlens_q.numel() - 1, dtype=torch.int32)
+            cu_seqlens_q, cu_seqlens_k, order_address = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr(), order.data_ptr()
         q, k, v, out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse = None if lse is None else lse.data_ptr()
-        if self._packed:
-            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr()
-        flags = memory + 4 * scratch.FLAGS_AT
+        flags = counter + 4 * scratch.FLAGS_AT
         sources = self._sources
         rest = (None, None) if len(sources) == 4 else (*sources[4][q], *sources[5][k])
+        *first, numbers, guard_numbers = self._numbers
         forward = (
-            *(*sources[0][q], *sources[1][k], *sources[2][v], *sources[3][out], *rest, out if self._packed else None),
-            *(lse, flags, memory if self._dynamic else None, cu_seqlens_q, cu_seqlens_k, *self._numbers),
+            *(*sources[0][q], *sources[1][k], *sources[2][v], *sources[3][out], *rest, out if self._order else None),
+            *(lse, flags, counter if self._dynamic else None, cu_seqlens_q, cu_seqlens_k, order_address, *numbers),
         )
-        return forward, (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, *self._guard_numbers)
+        guard = (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, *guard_numbers)
+        launches = [(self._forward, forward), (self._guard, guard)]
+        if self._order:
+            launches.insert(0, (self._order[0], (cu_seqlens_q, cu_seqlens_k, order_address, *first[0])))
+        return launches, order
 
 
 def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
@@ -197,11 +204,12 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
 
-def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, lse) -> tuple[Call, Call]:
-    """The Hopper forward, and the kernel that computes suspect rows once more."""
+def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, lse) -> tuple[Call, ...]:
+    """What puts packed sequences in order, the Hopper forward, and the kernel that computes suspect rows once more."""
     from rowmax.kernels.gluon.forward import Build
     from rowmax.kernels.gluon.forward import forward_kernel as hopper_kernel
     from rowmax.kernels.gluon.guard import guard_kernel
+    from rowmax.kernels.gluon.order import MOST, order_kernel
 
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     block_d, block_d2, block_dv = padded_dims(problem)
@@ -214,6 +222,14 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         *(_descriptor(v, tile.block_n, block_dv), _descriptor(out, CONSUMER_ROWS, block_o)),
         *((_descriptor(q, CONSUMER_ROWS, block_d2), _descriptor(k, tile.block_n, block_d2)) if block_d2 else (None, None)),
     )
+    order: Optional[torch.Tensor] = None
+    first: tuple[Call, ...] = ()
+    numbers: tuple
+    if problem.packed:
+        order = q.new_empty(2 * problem.batch + 1, dtype=torch.int32)
+        sort = problem.batch <= MOST
+        numbers = (problem.batch, problem.len_q, problem.len_k, tile.block_m, triton.next_power_of_2(problem.batch), sort)
+        first = (Call(order_kernel, 1, (cu_seqlens_q, cu_seqlens_k, order), numbers, Tile(1, 1, 4, 1)),)
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     total = _programs(problem, tiles, problem.heads_q)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
@@ -223,7 +239,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         *(banded, skips, problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong, tile.lazy),
         *(tile.schedule, *tile.registers()),
     )
-    numbers: tuple = (
+    numbers = (
         *(
             problem.scale * LOG2E,
             _bounded(problem),
@@ -235,7 +251,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         ),
         *(problem.len_q, problem.len_k, build),
     )
-    tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k)
+    tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k, order)
     forward = Call(hopper_kernel, min(sms, total), tensors, numbers, tile)
 
     numbers = (
@@ -245,7 +261,8 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         *(CONSUMER_ROWS, GUARDED_FLAGS, EARLY),
     )
     tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k)
-    return forward, Call(guard_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(GUARDED_FLAGS, 1, 4, 1), EARLY)
+    guard = Call(guard_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(GUARDED_FLAGS, 1, 4, 1), EARLY)
+    return *first, forward, guard
 
 
 def hopper_flags(problem: Problem) -> tuple[int, int]:

@@ -35,10 +35,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import extent, find_sequence
+from rowmax.kernels.address import extent
 from rowmax.kernels.gluon.layouts import (
     axis_layout,
     column_layout,
+    number_layout,
     out_layout,
     row_layout,
     score_layout,
@@ -116,13 +117,25 @@ class Build:
 
 
 @gluon.jit
+def _ordered(place, order, batch):
+    """`(sequence, row_tile)`: tile `place` of a head in the order of `order.py`; within a sequence the last row tile first."""
+    before = order + batch
+    found = place * 0
+    for first in range(0, batch, 128):
+        i = first + gl.arange(0, 128, layout=number_layout(gl.num_warps()))
+        end = gl.load(before + i + 1, mask=i < batch, other=2147483647)
+        found += gl.sum(gl.where(end <= place, 1, 0), 0)
+    return gl.load(order + found), gl.load(before + found + 1) - 1 - place
+
+
+@gluon.jit
 def locate(tile, work, BUILD: gl.constexpr):
-    """`(row, head, b, sequence, begin_q, len_q, begin_k, len_k)` of a tile, as `address.locate`, in another order.
+    """`(row, head, b, sequence, begin_q, len_q, begin_k, len_k)` of a tile. Packed: `b` is 0.
 
     Heads come in groups of `members`, whose K/V stay in L2; inside a group the last row tile of every head first, which with a
-    causal mask is the longest. Packed: `b` is 0, and a surplus tile starts at or past its sequence's end.
+    causal mask is the longest.
     """
-    cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k = work
+    cu_seqlens_q, cu_seqlens_k, order, batch, heads, tiles, members, len_q, len_k = work
     BLOCK_M: gl.constexpr = BUILD.CONSUMERS * ROWS
     every = heads
     if not BUILD.PACKED:
@@ -131,15 +144,14 @@ def locate(tile, work, BUILD: gl.constexpr):
     place = tile % (tiles * members)
     present = gl.minimum(members, every - group * members)
     head = group * members + place % present
-    row_tile = tiles - 1 - place // present
     if BUILD.PACKED:
-        sequence = find_sequence(row_tile, cu_seqlens_q, batch, BLOCK_M)
+        sequence, row_tile = _ordered(place // present, order, batch)
         begin_q, own_q = extent(cu_seqlens_q, sequence, len_q)
         begin_k, own_k = extent(cu_seqlens_k, sequence, len_k)
-        row = (row_tile - begin_q // BLOCK_M - sequence) * BLOCK_M
-        return gl.where(row < 0, own_q, row), head, tile * 0, sequence, begin_q, own_q, begin_k, own_k
+        return row_tile * BLOCK_M, head, tile * 0, sequence, begin_q, own_q, begin_k, own_k
     else:
-        return row_tile * BLOCK_M, head % heads, head // heads, tile * 0, tile * 0, len_q, tile * 0, len_k
+        row = (tiles - 1 - place // present) * BLOCK_M
+        return row, head % heads, head // heads, tile * 0, tile * 0, len_q, tile * 0, len_k
 
 
 # ---- producer --------------------------------------------------------------------------------------------------------------
@@ -154,33 +166,38 @@ def _next(tile, counter, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def announce(tile, round, work, band, total, counter, slots, BUILD: gl.constexpr):
-    """`(tile, turns)`: tell the consumers of `tile`, or of the first one behind it that has rows; none left: of 0 turns.
+def _counted(work):
+    """`(work, total)` with the row tiles that packed sequences really have."""
+    cu_seqlens_q, cu_seqlens_k, order, batch, heads, _tiles, members, len_q, len_k = work
+    tiles = gl.load(order + 2 * batch)
+    return (cu_seqlens_q, cu_seqlens_k, order, batch, heads, tiles, members, len_q, len_k), tiles * heads
+
+
+@gluon.jit
+def announce(tile, round, work, band, total, slots, BUILD: gl.constexpr):
+    """Tell the consumers of a tile; none left: of one with 0 turns. Returns the turns.
 
     Rows that see nothing take one turn too, in which every element is masked.
     """
-    _cu_q, _cu_k, batch, heads, _tiles, _members, total_q, _total_k = work
+    _cu_q, _cu_k, _order, batch, heads, _tiles, _members, total_q, _total_k = work
     turns = round * 0
-    while (tile < total) & (turns == 0):
+    if tile < total:
         row, head, b, sequence, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
-        if row < len_q:
-            last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
-            start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
-            turns = gl.maximum(gl.cdiv(end - start, BUILD.BLOCK_N), 1)
-            if BUILD.PACKED:
-                flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS
-            else:
-                flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS
-            full = (full_start - start) // BUILD.BLOCK_N
-            numbers = (
-                turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k
-            )  # fmt: skip
-            publish(slots, numbers, round, SLOTS)
+        last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
+        start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
+        turns = gl.maximum(gl.cdiv(end - start, BUILD.BLOCK_N), 1)
+        if BUILD.PACKED:
+            flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS
         else:
-            tile = _next(tile, counter, BUILD)
-    if turns == 0:
+            flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS
+        full = (full_start - start) // BUILD.BLOCK_N
+        numbers = (
+            turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k
+        )  # fmt: skip
+        publish(slots, numbers, round, SLOTS)
+    else:
         publish(slots, (turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns), round, SLOTS)
-    return tile, turns
+    return turns
 
 
 @gluon.jit
@@ -199,7 +216,10 @@ def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD:
     SECOND: gl.constexpr = BUILD.BLOCK_D if BUILD.BLOCK_D2 > 0 else 0
     round = gl.program_id(0) * 0
     turn = round * 0
-    tile, turns = announce(gl.program_id(0), round, work, band, total, counter, slots, BUILD)
+    tile = gl.program_id(0)
+    if BUILD.PACKED:
+        work, total = _counted(work)
+    turns = announce(tile, round, work, band, total, slots, BUILD)
     while turns > 0:
         b = told(slots, round, SLOTS, BATCH)
         head = told(slots, round, SLOTS, HEAD)
@@ -215,7 +235,8 @@ def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD:
             fill(v_ring, v_parts, b, col, group, turn, BUILD.STAGES, 0, 1, 0)
             turn += 1
             if j == gl.maximum(turns - 2, 0):
-                tile, following = announce(_next(tile, counter, BUILD), round + 1, work, band, total, counter, slots, BUILD)
+                tile = _next(tile, counter, BUILD)
+                following = announce(tile, round + 1, work, band, total, slots, BUILD)
         turns = following
         round += 1
     if BUILD.SCHEDULE == "dynamic":  # whoever got `total - 1` is the last to add: it leaves 0 to the next call
@@ -319,7 +340,7 @@ def _softmax(
     if FIRST or BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
         first, end = full
         if (key_tile < first) | (key_tile >= end):
-            _cu_q, _cu_k, _batch, _heads, _tiles, _members, len_q, len_k = work
+            _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
             if BUILD.PACKED:
                 len_q = told(slots, round, SLOTS, LEN_Q)
                 len_k = told(slots, round, SLOTS, LEN_K)
@@ -336,9 +357,9 @@ def _skip(slots, round, turns, turn, work, rings, CONSUMER: gl.constexpr, BUILD:
     skipped = turns * 0
     if BUILD.SKIPS:
         _q_ring, k_ring, v_ring = rings
-        _cu_q, _cu_k, _batch, _heads, _tiles, _members, len_q, len_k = work
+        _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
         last = told(slots, round, SLOTS, ROW) + (CONSUMER + 1) * ROWS - 1 + len_k - len_q
-        skipped = gl.maximum(turns - 1 - gl.maximum(gl.minimum(last, len_k - 1), 0) // BUILD.BLOCK_N, 0)
+        skipped = gl.maximum(turns - 1 - gl.maximum(last, 0) // BUILD.BLOCK_N, 0)
         for i in range(skipped):
             if BUILD.PINGPONG:
                 take_turn(CONSUMER)
@@ -373,12 +394,34 @@ def _products(acc, p, alpha, round, turn, v_turn, buffers, rings, CONSUMER: gl.c
 
 
 @gluon.jit
+def _close(m, l, slots, round, scale_log2, work, out, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
+    """`(1 / l, far)`, and the LSE stored: all that is left of a tile's rows but O. `far`: rows whose result is suspect."""
+    _cu_q, _cu_k, _order, _batch, heads, _tiles, _members, total_q, _total_k = work
+    _o_ptr, lse_ptr, _suspect_ptr = out
+    m = gl.convert_layout(m, row_layout(out_layout(BUILD.BLOCK_DV)))
+    l = gl.convert_layout(gl.sum(l, 1), row_layout(out_layout(BUILD.BLOCK_DV)))
+    inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE else scale_log2)
+    if BUILD.NEED_LSE:
+        row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
+        line = (told(slots, round, SLOTS, BATCH).to(gl.int64) * heads + told(slots, round, SLOTS, HEAD)) * total_q
+        len_q = total_q
+        if BUILD.PACKED:
+            line += told(slots, round, SLOTS, BEGIN_Q)
+            len_q = told(slots, round, SLOTS, LEN_Q)
+        rows = row + gl.arange(0, ROWS, layout=row_layout(out_layout(BUILD.BLOCK_DV)))
+        gl.store(lse_ptr + line + rows, lse, mask=rows < len_q)
+    # Beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1.
+    far = (gl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf"))
+    return inverse, far
+
+
+@gluon.jit
 def _store(
-    acc, m, l, slots, round, scale_log2, o_buffer, work, out, o_source, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """O by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
-    _cu_q, _cu_k, _batch, heads, _tiles, _members, total_q, _total_k = work
-    o_ptr, lse_ptr, suspect_ptr = out
+    _cu_q, _cu_k, _order, _batch, heads, _tiles, _members, total_q, _total_k = work
+    o_ptr, _lse_ptr, suspect_ptr = out
     row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
     head = told(slots, round, SLOTS, HEAD)
     b = told(slots, round, SLOTS, BATCH)
@@ -388,26 +431,18 @@ def _store(
     if BUILD.PACKED:
         begin_q = told(slots, round, SLOTS, BEGIN_Q)
         len_q = told(slots, round, SLOTS, LEN_Q)
-    m = gl.convert_layout(m, row_layout(acc.type.layout))
-    l = gl.convert_layout(gl.sum(l, 1), row_layout(acc.type.layout))
-    inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE else scale_log2)
-    rows = row + gl.arange(0, ROWS, layout=row_layout(acc.type.layout))
-    inside = rows < len_q
     total = _thread_sum(acc)
     bad = total != total
-    if not BUILD.PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
-        far = (gl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf"))
+    if not BUILD.PRESCALE:
         bad = bad | gl.expand_dims(gl.convert_layout(far, row_layout(bad.type.layout)), 1)
     own = row + gl.arange(0, ROWS, layout=row_layout(bad.type.layout))
     gl.store(suspect_ptr + flag + gl.where(bad, 0, 0), 1, mask=bad & gl.expand_dims(own < len_q, 1))
-    if BUILD.NEED_LSE:
-        line = (b.to(gl.int64) * heads + head) * total_q + begin_q
-        gl.store(lse_ptr + line + rows, lse, mask=inside)
     o = _scale_rows(acc, inverse).to(o_source.dtype)
     if BUILD.PACKED and row + ROWS > len_q:
+        rows = row + gl.arange(0, ROWS, layout=row_layout(acc.type.layout))
         dims = gl.arange(0, BUILD.BLOCK_DV, layout=column_layout(acc.type.layout))
         starts = ((begin_q + rows).to(gl.int64) * heads + head) * BUILD.DIM_V
-        keep = gl.expand_dims(inside, 1) & (gl.expand_dims(dims, 0) < BUILD.DIM_V)
+        keep = gl.expand_dims(rows < len_q, 1) & (gl.expand_dims(dims, 0) < BUILD.DIM_V)
         gl.store(o_ptr + gl.expand_dims(starts, 1) + gl.expand_dims(dims, 0), o, mask=keep)
     else:
         if BUILD.BLOCK_DV == BUILD.BLOCK_O:
@@ -481,8 +516,9 @@ def _consumer(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 release(v_ring, turn - 1, BUILD.STAGES)
                 turn += 1
-            if BUILD.Q_STAGES > 1 or turns - done == 1:
-                release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
+            if BUILD.Q_STAGES == 1:
+                if turns - done == 1:
+                    release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
 
             v_turn = turn - 1
             wait_told(slots, round + 1, SLOTS)
@@ -492,14 +528,17 @@ def _consumer(
             turn += done
             wait_full(k_ring, turn, BUILD.STAGES, turns > 0)
             s, acc = _products(acc, p, alpha, round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)
+            if BUILD.Q_STAGES > 1:
+                release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
             o_buffer = o_buffers.index(CONSUMER)
             full = (told(slots, round + 1, SLOTS, FULL), told(slots, round + 1, SLOTS, FULL_END))
             left = turns - 1 - done
             if BUILD.CONSUMERS == 3:  # the softmax afterwards: both at once would take too many registers
+                inverse, far = _close(m, l, slots, round, scale_log2, work, out, CONSUMER, BUILD)
                 s, acc = warpgroup_mma_wait(0, deps=[s, acc])
                 release(k_ring, turn, BUILD.STAGES)
                 release(v_ring, v_turn, BUILD.STAGES)
-                _store(acc, m, l, slots, round, scale_log2, o_buffer, work, out, o_source, CONSUMER, BUILD)
+                _store(acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER, BUILD)
                 p, m, l, alpha = _softmax(
                     s, m, l, slots, round + 1, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD
                 )
@@ -507,17 +546,18 @@ def _consumer(
             else:
                 s = warpgroup_mma_wait(1, deps=[s])
                 release(k_ring, turn, BUILD.STAGES)
-                p, next_m, next_l, alpha = _softmax(
+                old_m = m
+                old_l = l
+                p, m, l, alpha = _softmax(
                     s, m, l, slots, round + 1, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD
                 )
+                inverse, far = _close(old_m, old_l, slots, round, scale_log2, work, out, CONSUMER, BUILD)
                 wait_full(k_ring, turn + 1, BUILD.STAGES, (left > 0) & (done == 0))
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 release(v_ring, v_turn, BUILD.STAGES)
                 if BUILD.SKIPS:  # with a key tile skipped, the next K may stand behind the V that takes the place of this one
                     wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
-                _store(acc, m, l, slots, round, scale_log2, o_buffer, work, out, o_source, CONSUMER, BUILD)
-                m = next_m
-                l = next_l
+                _store(acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER, BUILD)
             release_told(slots, round, SLOTS)
             round += 1
             turn += 1
@@ -533,10 +573,11 @@ def forward_kernel(
     suspect_ptr,  # int32, one for every 64 rows, numbered as by `address.locate`, all 0: becomes 1 where a row is suspect
     counter,  # int32 [1], 0 before and after; None: the schedule is not "dynamic"
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    order_ptr,  # int32 [2 batch + 1] from `order.py`; None: dense
     scale_log2, band, batch, heads, tiles, members, total, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
-    """`members`: heads of a group (`locate`). `total`: tiles of all heads."""
+    """`tiles`: of a head, and `total`, of all heads; packed: at most. `members`: heads of a group (`locate`)."""
     dtype: gl.constexpr = q_source.dtype
     q_shape: gl.constexpr = [BUILD.Q_STAGES * BUILD.CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_D]
     q_buffers = gl.allocate_shared_memory(dtype, q_shape, q_source.layout)
@@ -560,13 +601,14 @@ def forward_kernel(
         o_ptr = suspect_ptr
         cu_seqlens_q = suspect_ptr
         cu_seqlens_k = suspect_ptr
+        order_ptr = suspect_ptr
     if not BUILD.NEED_LSE:
         lse_ptr = suspect_ptr
     if BUILD.SCHEDULE == "static":
         counter = suspect_ptr
     slots = open_slots(SLOTS, FIELDS, BUILD.CONSUMERS)
     fence_async_shared()
-    work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
+    work = (cu_seqlens_q, cu_seqlens_k, order_ptr, batch, heads, tiles, members, len_q, len_k)
     out = (o_ptr, lse_ptr, suspect_ptr)
     sources = (q_source, k_source, v_source, o_source, q2_source, k2_source)
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, q2_buffers, k2_buffers)
