@@ -6,9 +6,8 @@ call waits for. `ops` keeps what they gave, by the form of the call.
 
 import torch
 
-from rowmax.ops import ON_CPU, PLAIN, _launches, forward_below_autograd, kernels, launch_of, plan_forward
+from rowmax.ops import ON_CPU, PLAIN, forward_below_autograd, kernels, launch_of, plan_forward
 
-_prepared = _launches  # for tests that replace the kernels
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr()  # taken away by inference mode
 _USUAL_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).raw_repr() | _VIEWS
 

@@ -35,7 +35,7 @@ def search(fake, direction="forward", problem=PROBLEM):
 
 
 TABLE = str(by_table(PROBLEM, H200))
-FAST, FASTER = "hopper[128x128 s2 q1 pingpong grid g8]", "q_outer[128x64 w8 s3 tma]"
+FAST, FASTER = "hopper[128x128 s2 q1 pingpong dynamic g8]", "q_outer[128x64 w8 s3 tma]"
 
 
 def test_the_fastest_is_found():

@@ -15,7 +15,7 @@ import canaries
 import pytest
 
 import rowmax
-from rowmax import Problem, eager, ops, testing
+from rowmax import Problem, ops, testing
 from rowmax.plan import plan as choose
 
 PACKAGE = Path(rowmax.__file__).parent
@@ -332,7 +332,7 @@ def replaced(room: str, patches, directory: Path):
     attribute, cpu = getattr(rowmax, room, None), ops.cpu
     rowmax.__path__.insert(0, str(directory))
     importlib.invalidate_caches()
-    eager._prepared.clear()
+    ops.forget()
     try:
         copy = importlib.import_module(name)
         assert str(directory) in copy.__file__
@@ -351,7 +351,7 @@ def replaced(room: str, patches, directory: Path):
         if attribute is not None:
             setattr(rowmax, room, attribute)
         choose.cache_clear()
-        eager._prepared.clear()  # launches of the copy
+        ops.forget()  # launches of the copy
 
 
 def killed_by(cases, plan):

@@ -76,6 +76,8 @@ class HopperTile(Tile):
                 f"a power of two of columns, and of {', '.join(SCHEDULES)} one"
             )
         stages, q_stages, group_mb = number.get("s", 2), number.get("q", 1), number.get("g", 0)
+        if stages < 2 or not 1 <= q_stages <= 2:  # with one stage the next K would wait for V, and V for the step that needs K
+            raise ValueError(f"'{text}': stages are 2 and more, those of Q 1 or 2")
         return cls(block_m, block_n, 4, stages, False, q_stages, "pingpong" in words, "lazy" in words, schedule, group_mb)
 
 

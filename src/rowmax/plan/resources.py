@@ -78,8 +78,8 @@ def _misfit_of_portable(problem: Problem, kernel: str, tile: Tile) -> Optional[s
 
 
 def _misfit_of_hopper(problem: Problem, tile: HopperTile) -> Optional[str]:
-    if not (1 <= tile.stages <= 8 and 1 <= tile.q_stages <= 2 and 0 <= tile.group_mb <= 1024):
-        return "stages are 1 to 8, those of Q 1 or 2, groups at most 1024 MB"
+    if not (2 <= tile.stages <= 8 and 1 <= tile.q_stages <= 2 and 0 <= tile.group_mb <= 1024):
+        return "stages are 2 to 8, those of Q 1 or 2, groups at most 1024 MB"
     if tile.block_n > 256:
         return "has at most 256 columns"
     has, needs = tile.registers()[0], registers(problem, "forward", tile)
