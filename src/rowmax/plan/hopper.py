@@ -84,7 +84,7 @@ class HopperTile(Tile):
 # Largest padded head dimension -> tile for a full mask or a window, and for a causal one, and what they reached (TFLOP/s, bf16,
 # 16k tokens, full / causal; FlashAttention-3 in the same run: 537 / 516, 677 / 684, 748 / 735).
 _TABLE = {
-    # 2 x 64 rows: 448 / 452. Two stages: 506 / 502. Groups of 16 MB as good as of 8.
+    # 2 x 64 rows, 3 or 4 stages: 448 / 452.
     64: ("192x128 s3 q2 lazy dynamic", "192x128 s3 q2 pingpong lazy dynamic g16", "542 / 529"),
     # Causal, groups of 16 MB: 661 where those of 8 gave 669; of 24: 636. Without pingpong 2% less at 2k keys.
     128: ("128x128 s2 q2 pingpong lazy static", "128x128 s2 q2 pingpong lazy dynamic g8", "678 / 673"),
