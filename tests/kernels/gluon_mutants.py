@@ -362,8 +362,8 @@ MUTANTS = {
     "one buffer of O for all": (only("o_buffers.index(CONSUMER)", "o_buffers.index(0)"), CAUSAL, STATIC),
     "the right half of O on the left": (
         only(
-            "_store_by_tma(right, o_buffer, b, begin_q + row, head, BUILD.BLOCK_O,",
-            "_store_by_tma(right, o_buffer, b, begin_q + row, head, 0,",
+            "_store_by_tma(right, inverse, o_buffer, b, begin_q + row, head, BUILD.BLOCK_O,",
+            "_store_by_tma(right, inverse, o_buffer, b, begin_q + row, head, 0,",
         ),
         HALVES,
         WIDE_O,
@@ -373,7 +373,11 @@ MUTANTS = {
         HALVES,
         WIDE_O,
     ),
-    "O not divided": (only("o = _scale_rows(acc, inverse)", "o = _scale_rows(acc, inverse * 0 + 1)"), CAUSAL, STATIC),
+    "O not divided": (
+        only("(acc, inverse).to(o_source.dtype)\n    store_wait", "(acc, inverse * 0 + 1).to(o_source.dtype)\n    store_wait"),
+        CAUSAL,
+        STATIC,
+    ),
     "a store into the next sequence": (
         only("if BUILD.PACKED and row + ROWS > len_q:", "if BUILD.PACKED and row >= len_q:"),
         PACKED,
@@ -390,7 +394,7 @@ MUTANTS = {
         QUEUE,
     ),
     "O of the sequence before": (
-        only("_store_by_tma(o, o_buffer, b, begin_q + row", "_store_by_tma(o, o_buffer, b, row"),
+        only("_store_by_tma(acc, inverse, o_buffer, b, begin_q + row", "_store_by_tma(acc, inverse, o_buffer, b, row"),
         PACKED,
         QUEUE,
     ),

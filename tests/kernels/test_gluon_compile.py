@@ -52,7 +52,7 @@ STACK = {
     ("d64 bf16 causal packed", ""): 8,
     ("d24/40 bf16 window(9,inf) packed", ""): 8,
     ("d256 bf16", ""): 16,
-    ("d256 bf16 causal", ""): 32,
+    ("d256 bf16 causal", ""): 24,
     ("d256 fp16 window(256,9)", ""): 24,
     ("d256 bf16 causal packed", ""): 24,
     ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"): 32,

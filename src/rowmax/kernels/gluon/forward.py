@@ -437,26 +437,27 @@ def _store(
         bad = bad | gl.expand_dims(gl.convert_layout(far, row_layout(bad.type.layout)), 1)
     own = row + gl.arange(0, ROWS, layout=row_layout(bad.type.layout))
     gl.store(suspect_ptr + flag + gl.where(bad, 0, 0), 1, mask=bad & gl.expand_dims(own < len_q, 1))
-    o = _scale_rows(acc, inverse).to(o_source.dtype)
     if BUILD.PACKED and row + ROWS > len_q:
         rows = row + gl.arange(0, ROWS, layout=row_layout(acc.type.layout))
         dims = gl.arange(0, BUILD.BLOCK_DV, layout=column_layout(acc.type.layout))
         starts = ((begin_q + rows).to(gl.int64) * heads + head) * BUILD.DIM_V
         keep = gl.expand_dims(rows < len_q, 1) & (gl.expand_dims(dims, 0) < BUILD.DIM_V)
+        o = _scale_rows(acc, inverse).to(o_source.dtype)
         gl.store(o_ptr + gl.expand_dims(starts, 1) + gl.expand_dims(dims, 0), o, mask=keep)
     else:
         if BUILD.BLOCK_DV == BUILD.BLOCK_O:
-            _store_by_tma(o, o_buffer, b, begin_q + row, head, 0, o_source, BUILD)
-        else:
-            left, right = gl.split(o.reshape([ROWS, 2, BUILD.BLOCK_O]).permute(0, 2, 1))
+            _store_by_tma(acc, inverse, o_buffer, b, begin_q + row, head, 0, o_source, BUILD)
+        else:  # the second half is scaled while the first one leaves
+            left, right = gl.split(acc.reshape([ROWS, 2, BUILD.BLOCK_O]).permute(0, 2, 1))
             left = gl.convert_layout(left, out_layout(BUILD.BLOCK_O))
             right = gl.convert_layout(right, out_layout(BUILD.BLOCK_O))
-            _store_by_tma(left, o_buffer, b, begin_q + row, head, 0, o_source, BUILD)
-            _store_by_tma(right, o_buffer, b, begin_q + row, head, BUILD.BLOCK_O, o_source, BUILD)
+            _store_by_tma(left, inverse, o_buffer, b, begin_q + row, head, 0, o_source, BUILD)
+            _store_by_tma(right, inverse, o_buffer, b, begin_q + row, head, BUILD.BLOCK_O, o_source, BUILD)
 
 
 @gluon.jit
-def _store_by_tma(o, o_buffer, b, row, head, column, o_source, BUILD: gl.constexpr):
+def _store_by_tma(acc, inverse, o_buffer, b, row, head, column, o_source, BUILD: gl.constexpr):
+    o = _scale_rows(acc, inverse).to(o_source.dtype)
     store_wait(0)  # the one before has read the buffer
     o_buffer.reshape([ROWS, BUILD.BLOCK_O]).store(o)
     fence_async_shared()
