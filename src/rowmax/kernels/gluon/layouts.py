@@ -57,3 +57,30 @@ def slot_layout():
 def tile_layout(rows, columns, dtype):
     """`[1, rows, 1, columns]` of a tensor `[B, T, H, D]` in shared memory, as TMA writes it and the tensor cores read it."""
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtype)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def key_layout(BLOCK_M):
+    """K or V in 16 bits as the first factor of transposed scores, from registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=score_layout(BLOCK_M), k_width=2)
+
+
+@gluon.constexpr_function
+def share_layout(BLOCK_M, dtype):
+    """dS^T of one consumer in shared memory, `[64, BLOCK_M]`."""
+    return gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
+
+
+@gluon.constexpr_function
+def sum_layout():
+    """`[1, 64, 64]` of dQ in fp32 in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, 64, 64], gl.float32)
+
+
+@gluon.constexpr_function
+def line_layout():
+    """A number for each row of a tile, `[1, rows]`, in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -1,8 +1,9 @@
-"""Gluon's names that differ between Triton 3.6, 3.8 and 3.9, and two instructions that it has no name for.
+"""Gluon's names that differ between Triton 3.6, 3.8 and 3.9, and three instructions that it has no name for.
 
 No other file asks which Triton is here.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -10,6 +11,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+
+
+@_core.builtin
+def _tma_add(target, place, buffer, _semantic=None):
+    """Adds a buffer to a box of global memory, element by element; awaited like a store. Named from 3.8 on."""
+    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, target.handle, place, buffer.handle)
+
+
+tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 
 @_core.builtin

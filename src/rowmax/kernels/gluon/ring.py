@@ -132,3 +132,49 @@ def take_turn(CONSUMER: gl.constexpr):
 @gluon.jit
 def give_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     named_barrier("bar.arrive", FIRST_NAME + (CONSUMER + 1) % CONSUMERS, 256)
+
+
+# ---- backward: query tiles with a number for each row, and what consumers make for each other --------------------------------
+
+
+@gluon.jit
+def fill_with_line(ring, tile, line, b, row, head, number, turn, STAGES: gl.constexpr):
+    """Producer: as `fill`, and with it the numbers of these rows. `tile`, `line`: buffers and source; `number`: of the line."""
+    full, empty = ring
+    buffers, source = tile
+    line_buffers, line_source = line
+    i = buffer_of(turn, STAGES)
+    mbarrier.wait(empty.index(i), phase_of(turn, STAGES) ^ 1)
+    mbarrier.expect(full.index(i), source.block_type.nbytes + line_source.block_type.nbytes)
+    tma_load(source, [b, row, head, 0], full.index(i), buffers.index(i))
+    tma_load(line_source, [number, row], full.index(i), line_buffers.index(i))
+
+
+@gluon.jit
+def open_shares(BUFFERS: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """A ring whose buffers are full when every writer has arrived."""
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(full.index(i), count=WRITERS)
+        mbarrier.init(empty.index(i), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def wait_empty(ring, turn, STAGES: gl.constexpr):
+    _, empty = ring
+    mbarrier.wait(empty.index(buffer_of(turn, STAGES)), phase_of(turn, STAGES) ^ 1)
+
+
+@gluon.jit
+def give(ring, turn, STAGES: gl.constexpr):
+    """Writer: this one has written its part of the buffer."""
+    full, _ = ring
+    mbarrier.arrive(full.index(buffer_of(turn, STAGES)), count=1)
+
+
+@gluon.jit
+def meet(CONSUMERS: gl.constexpr):
+    """All consumers wait for each other."""
+    named_barrier("bar.sync", FIRST_NAME, CONSUMERS * 128)

@@ -1,0 +1,116 @@
+"""The three launches of the Hopper backward. To be part of `launch.py`."""
+
+from typing import Any, Optional
+
+import torch
+
+from rowmax.kernels.launch import (
+    GUARDED_FLAGS,
+    Call,
+    _bounded,
+    _descriptor,
+    _padded,
+    _programs,
+    _row_tiles,
+    _strides,
+)
+from rowmax.numerics import LOG2E
+from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, padded_dims
+from rowmax.plan.tile import Tile
+from rowmax.problem import Operands, Problem
+
+ROWS = 64  # of a program before and behind
+
+
+def hopper_backward_calls(
+    problem: Problem,
+    operands: Operands,
+    tile: HopperBackwardTile,
+    out,
+    lse,
+    grad_out,
+    grad_lse: Optional[torch.Tensor],
+    dq,
+    dk,
+    dv,
+) -> tuple[Call, Call, Call]:
+    """Rows first, then the gradients, then dQ in its own type. Takes memory: dQ in fp32, and two numbers for a row."""
+    from rowmax.kernels.gluon.backward import Build, backward_kernel
+    from rowmax.kernels.gluon.backward_edges import finish_kernel, prepare_kernel
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    block_d, block_dv = padded_dims(problem)
+    lines = problem.heads_q * (1 if problem.packed else problem.batch)
+    line_length = -(-problem.len_q // 4) * 4  # TMA takes lines of whole 16 bytes
+    sums = q.new_empty((lines, problem.len_q, problem.dim_qk), dtype=torch.float32)
+    lse_log2, delta = q.new_empty((2, lines, line_length), dtype=torch.float32)
+    key_tiles = _row_tiles(problem, problem.len_k, KEYS)
+    flags = _programs(problem, key_tiles, problem.heads_k)
+    suspect = q.new_empty(flags, dtype=torch.int32)
+
+    row_tiles = -(-problem.len_q // ROWS)
+    programs = row_tiles * lines
+    tensors: tuple = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous(), lse_log2, delta, sums, suspect)
+    numbers: tuple = (
+        *(_strides(out), _strides(grad_out), problem.heads_q, row_tiles, problem.len_q, line_length, flags),
+        *(problem.dim_qk, problem.dim_v, ROWS, _padded(problem.dim_qk), _padded(problem.dim_v)),
+        1 << (-(-flags // programs) - 1).bit_length(),
+    )
+    prepare = Call(prepare_kernel, programs, tensors, numbers, Tile(ROWS, 1, 4, 1))
+
+    sources = (
+        *(_descriptor(q, tile.block_m, block_d), _descriptor(grad_out, tile.block_m, block_dv)),
+        *(_descriptor(k, KEYS, block_d), _descriptor(v, KEYS, block_dv)),
+        *(_line_descriptor(t, problem.len_q, tile.block_m) for t in (lse_log2, delta)),
+        *(_sum_descriptor(sums), _descriptor(dk, KEYS, block_d), _descriptor(dv, KEYS, block_dv)),
+    )
+    tiles = _row_tiles(problem, problem.len_k, tile.block_n)
+    build = Build(
+        *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, tile.block_m, block_d, block_dv, tile.stages),
+        *(tile.block_n // KEYS, tile.ahead, tile.apart, tile.held, *tile.registers()),
+    )
+    numbers = (
+        *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles),
+        *(_heads_together(problem, tile), problem.len_q, problem.len_k, build),
+    )
+    tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, cu_seqlens_q, cu_seqlens_k)
+    backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
+
+    row_tiles = _row_tiles(problem, problem.len_q, ROWS)
+    programs = _programs(problem, row_tiles, problem.heads_q)
+    tensors = (q, k, v, grad_out, sums, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
+    numbers = (
+        *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
+        *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, row_tiles, key_tiles, programs, flags),
+        *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),
+        *(_padded(problem.dim_qk), _padded(problem.dim_v), ROWS, KEYS, GUARDED_FLAGS),
+    )
+    finish = Call(finish_kernel, programs + -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(ROWS, 1, 4, 1))
+    return prepare, backward, finish
+
+
+def _line_descriptor(lines: torch.Tensor, length: int, rows: int) -> Any:
+    """TMA's view of `[B * H, T]`, of which `length` numbers count."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from rowmax.kernels.gluon.layouts import line_layout
+
+    return TensorDescriptor(lines, (lines.shape[0], length), lines.stride(), [1, rows], line_layout())
+
+
+def _sum_descriptor(sums: torch.Tensor) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from rowmax.kernels.gluon.layouts import sum_layout
+
+    return TensorDescriptor(sums, tuple(sums.shape), sums.stride(), [1, 64, 64], sum_layout())
+
+
+def _heads_together(problem: Problem, tile: HopperBackwardTile) -> int:
+    """KV heads whose groups' Q, dO and dQ take `group_mb` of L2 together; at least one."""
+    rows = problem.len_q
+    if problem.packed:
+        rows = problem.max_len_q or -(-problem.len_q // max(problem.batch, 1))
+    head_bytes = max(rows, 1) * (6 * problem.dim_qk + 2 * problem.dim_v) * problem.group
+    heads = max((tile.group_mb << 20) // head_bytes, 1)
+    return min(heads, problem.heads_k * (1 if problem.packed else problem.batch))

@@ -1,0 +1,509 @@
+"""FlashAttention-3 backward for Hopper: a block owns a K/V tile, and a producer warp fetches the Q and dO tiles that see it.
+
+    S = K Q^T,  P = exp(scale S - LSE),  dP = V dO^T,  dS = P (dP - delta)
+    dV = P dO,  dK = scale dS Q,  dQ = scale dS^T K
+
+Scores are transposed, `[keys, queries]`, so that P and dS are at once the first factors of dV and dK, from registers. Each
+consumer has 64 keys, whose dK and dV stay in its registers over the queries of every head in the group. dQ is a sum over
+blocks: the consumers lay their dS into shared memory, multiply it with the K of all of them, and TMA adds the product to fp32
+memory, in no fixed order. Launched by `kernels/backward_launch.py`, between the kernels of `backward_edges.py`.
+Source: Shah et al., "FlashAttention-3" (2024), its backward; the delay of dQ by a turn and what stands where are our own.
+
+Who waits for whom:
+
+* dQ of a turn is multiplied in the next one. By then every consumer has long laid down its dS, so that nobody stands still for
+  the others, and the tensor cores have work during the exponentials: dP of this turn and dQ of the last one. A consumer's dS of
+  turn t goes where that of turn t - 2 was: it has seen all dS of turn t - 1, and each consumer gives its own only when its
+  product with those of turn t - 2 is done. Before the first turn there is no dS: what is multiplied then is added to rows
+  before the first of the tensor, which TMA leaves out; a branch would cost more.
+* `APART`: a warpgroup of its own multiplies dQ, and the consumers have the registers of its sums for other things.
+* `AHEAD`: S of the next turn is multiplied at the end of this one. It is awaited there as well: a sum that is not, where a
+  loop goes round, makes ptxas put every product after the one before.
+* `HELD`: K and V stay in the registers of their consumer. A product of 64 x 64 reads as much of either factor, and takes
+  shared memory as long as the tensor cores: what does not come from there leaves room for the rest of the traffic.
+
+NaN and infinities. Where a query does not see a key, P is 0, but 0 * NaN is NaN, in all three products. 64 keys whose dK or dV
+have a NaN leave a mark; these, and rows of dQ with a NaN, are computed once more by the kernel launched behind.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from rowmax.kernels.address import extent, find_sequence
+from rowmax.kernels.gluon.layouts import (
+    axis_layout,
+    column_layout,
+    key_layout,
+    line_layout,
+    number_layout,
+    out_layout,
+    row_layout,
+    score_layout,
+    share_layout,
+    slot_layout,
+    sum_layout,
+    weight_layout,
+)
+from rowmax.kernels.gluon.names import store_wait, tma_add, tma_store
+from rowmax.kernels.gluon.ring import (
+    buffer_of,
+    fill,
+    fill_with_line,
+    give,
+    meet,
+    open_ring,
+    open_shares,
+    release,
+    wait_empty,
+    wait_full,
+)
+from rowmax.kernels.tile_ops import end_query, first_query, query_ranges
+
+KEYS = gl.constexpr(64)  # of a consumer
+SIDE = gl.constexpr(64)  # rows and columns of dQ that are added at once
+SHARES = gl.constexpr(2)  # turns whose dS are in shared memory
+# What is not needed in every turn: in shared memory instead of registers.
+COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q = map(gl.constexpr, range(8))
+NOTES = gl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        GROUP: query heads of a KV head.
+        DIM, DIM_V: head dimensions; BLOCK_D, BLOCK_DV: in shared memory, zero-filled.
+        BLOCK_M: queries of a tile.
+        STAGES: Q and dO tiles in flight.
+        CONSUMERS: of 64 keys each.
+        AHEAD, APART, HELD: see above.
+        REGISTERS, SUMMER_REGISTERS, PRODUCER_REGISTERS: of one thread; the second with `APART` only.
+    """
+
+    PACKED: bool
+    GROUP: int
+    DIM: int
+    DIM_V: int
+    BLOCK_M: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    STAGES: int
+    CONSUMERS: int
+    AHEAD: bool
+    APART: bool
+    HELD: bool
+    REGISTERS: int
+    SUMMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+    def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
+        for name, value in vars(self).copy().items():
+            object.__setattr__(self, name, gl.constexpr(value))
+
+
+# ---- where the work lies ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def locate(tile, work, BUILD: gl.constexpr):
+    """`(col, head, b, sequence, begin_k, len_k, begin_q, len_q)` of a key tile; `head` is one of K.
+
+    Heads come in groups of `members`, whose Q and dO stay in L2; inside a group the first key tile of every head first, which
+    with a causal mask is the longest. Packed: `b` is 0, and a surplus tile starts at or past its sequence's end.
+    """
+    cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k = work
+    BLOCK_N: gl.constexpr = BUILD.CONSUMERS * KEYS
+    every = heads
+    if not BUILD.PACKED:
+        every = heads * batch
+    group = tile // (tiles * members)
+    place = tile % (tiles * members)
+    present = gl.minimum(members, every - group * members)
+    head = group * members + place % present
+    key_tile = place // present
+    if BUILD.PACKED:
+        sequence = find_sequence(key_tile, cu_seqlens_k, batch, BLOCK_N)
+        begin_k, own_k = extent(cu_seqlens_k, sequence, len_k)
+        begin_q, own_q = extent(cu_seqlens_q, sequence, len_q)
+        col = (key_tile - begin_k // BLOCK_N - sequence) * BLOCK_N
+        return gl.where(col < 0, own_k, col), head, tile * 0, sequence, begin_k, own_k, begin_q, own_q
+    else:
+        return key_tile * BLOCK_N, head % heads, head // heads, tile * 0, tile * 0, len_k, tile * 0, len_q
+
+
+@gluon.jit
+def ranges_of(col, begin_q, len_q, len_k, band, BUILD: gl.constexpr):
+    """`(turns, start, final, full, full_end)`: rows at which query tiles start, first and last, counted in the tensor.
+
+    All queries of tiles from `full` to before `full_end` see all keys of the tile.
+    """
+    BLOCK_N: gl.constexpr = BUILD.CONSUMERS * KEYS
+    last = gl.minimum(col + BLOCK_N, len_k) - 1
+    start, full, full_end, end = query_ranges(col, last, len_q, len_k - len_q, band, BUILD.BLOCK_M)
+    if col + BLOCK_N > len_k:  # keys past the end
+        full_end = full
+    tiles = gl.cdiv(end - start, BUILD.BLOCK_M)
+    turns = gl.where(col < len_k, BUILD.GROUP * tiles, 0)
+    return turns, begin_q + start, begin_q + start + (tiles - 1) * BUILD.BLOCK_M, begin_q + full, begin_q + full_end
+
+
+@gluon.jit
+def following(row, line, ranges, BUILD: gl.constexpr):
+    """Of the next turn: the next query tile, or the first one of the next head in the group."""
+    _turns, start, final, _full, _full_end = ranges
+    if BUILD.GROUP > 1:
+        return gl.where(row == final, start, row + BUILD.BLOCK_M), gl.where(row == final, line + 1, line)
+    else:
+        return row + BUILD.BLOCK_M, line
+
+
+@gluon.jit
+def preceding(row, line, turn, ranges, BUILD: gl.constexpr):
+    """Of the turn before; of the first turn, rows before the first of all."""
+    _turns, start, final, _full, _full_end = ranges
+    before = row - BUILD.BLOCK_M
+    if BUILD.GROUP > 1:
+        before = gl.where(row == start, final, before)
+        line = gl.where(row == start, line - 1, line)
+    return gl.where(turn == 0, -BUILD.BLOCK_M, before), gl.where(turn == 0, 0, line)
+
+
+@gluon.jit
+def _note(notes, FIELD: gl.constexpr):
+    return gl.max(notes.index(FIELD).load(number_layout(gl.num_warps())), 0)
+
+
+# ---- producer --------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
+    """Fetches K and V, and for every turn Q and dO with two numbers for each row."""
+    q_source, do_source, k_source, v_source, lse_source, delta_source, _dq, _dk, _dv = sources
+    q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _dq, _shares = buffers
+    q_ring, do_ring, k_ring, v_ring, _share_ring = rings
+    turns, row, _final, _full, _full_end = ranges
+    head = _note(notes, HEAD)
+    b = _note(notes, BATCH)
+    first_key = _note(notes, BEGIN_K) + _note(notes, COL)
+    member = head * BUILD.GROUP - line  # of a line, the head of Q
+    k_parts = (k_buffers, k_source, k_buffers, k_source)
+    v_parts = (v_buffers, v_source, v_buffers, v_source)
+    q_parts = (q_buffers, q_source)
+    do_parts = (do_buffers, do_source)
+    lse_parts = (lse_buffers, lse_source)
+    delta_parts = (delta_buffers, delta_source)
+    if turns > 0:
+        for c in gl.static_range(BUILD.CONSUMERS):
+            fill(k_ring, k_parts, b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)
+        for turn in range(turns):
+            fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, turn, BUILD.STAGES)
+            if turn == 0:
+                for c in gl.static_range(BUILD.CONSUMERS):
+                    fill(v_ring, v_parts, b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)
+            fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, turn, BUILD.STAGES)
+            row, line = following(row, line, ranges, BUILD)
+
+
+# ---- consumers -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _along(count, LAYOUT: gl.constexpr, AXIS: gl.constexpr):
+    """0, 1, ... along one of four axes."""
+    numbers = gl.arange(0, count, layout=axis_layout(LAYOUT, AXIS))
+    for axis in gl.static_range(4):
+        if axis != AXIS:
+            numbers = gl.expand_dims(numbers, axis)
+    return numbers
+
+
+@gluon.jit
+def _hide(p, row, col, len_q, len_k, band):
+    """0 where a query does not see a key. Queries are 8 i + 2 t + e; a thread has every i: constants to compare with."""
+    parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    cols = col + _along(p.shape[0], LAYOUT, 0)
+    eights = 8 * _along(parts.shape[1], LAYOUT, 1)
+    own = row + 2 * _along(4, LAYOUT, 2) + _along(2, LAYOUT, 3)
+    end = gl.minimum(end_query(cols, len_k - len_q, len_q, band), len_q)
+    seen = eights < gl.where(cols < len_k, end, 0) - own
+    if band.right is not None:
+        seen = seen & (eights >= first_query(cols, len_k - len_q, band) - own)
+    return gl.convert_layout(gl.where(seen, parts, 0.0).reshape(p.shape), p.type.layout)
+
+
+@gluon.jit
+def _nothing(x):
+    """0, for x of 0 and more, which compilers do not know: what would be the same in every turn is not kept in registers.
+
+    Of each operand in shared memory that would be a descriptor for every 16 dimensions.
+    """
+    return x >> 31
+
+
+@gluon.jit
+def _scores(keys, queries, BUILD: gl.constexpr):
+    """`[keys, queries]` of K and Q, or of V and dO: issued, not awaited."""
+    zero = gl.zeros([KEYS, BUILD.BLOCK_M], gl.float32, score_layout(BUILD.BLOCK_M))
+    return warpgroup_mma(keys, queries.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _query_gradient(shares, k_buffers, turn, PART: gl.constexpr, BUILD: gl.constexpr):
+    """64 rows and columns of dS^T K, issued and not awaited: one product for each consumer's keys."""
+    ROW: gl.constexpr = PART // (BUILD.BLOCK_D // SIDE) * SIDE
+    COLUMN: gl.constexpr = PART % (BUILD.BLOCK_D // SIDE) * SIDE
+    dq = gl.zeros([SIDE, SIDE], gl.float32, out_layout(SIDE))
+    for c in gl.static_range(BUILD.CONSUMERS):
+        ds = shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + c)
+        if BUILD.BLOCK_M > SIDE:
+            ds = ds.slice(ROW, SIDE, dim=1)
+        k = k_buffers.index(c + _nothing(turn)).reshape([KEYS, BUILD.BLOCK_D])
+        if BUILD.BLOCK_D > SIDE:
+            k = k.slice(COLUMN, SIDE, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _add(dq, dq_buffer, line, row, dq_source, PART: gl.constexpr, BUILD: gl.constexpr):
+    """Through a buffer to global memory. What was written to shared memory before is fenced as well."""
+    ROW: gl.constexpr = PART // (BUILD.BLOCK_D // SIDE) * SIDE
+    COLUMN: gl.constexpr = PART % (BUILD.BLOCK_D // SIDE) * SIDE
+    store_wait(0)  # the sum before has left the buffer
+    dq_buffer.reshape([SIDE, SIDE]).store(dq)
+    fence_async_shared()
+    tma_add(dq_source, [line, row + ROW, COLUMN], dq_buffer)
+
+
+@gluon.jit
+def _summer(line, ranges, sources, buffers, rings, BUILD: gl.constexpr):
+    """dQ, where the consumers leave it to a warpgroup of its own."""
+    _q, _do, _k, _v, _lse, _delta, dq_source, _dk, _dv = sources
+    _q_buffers, _do_buffers, k_buffers, _v_buffers, _lse_buffers, _delta_buffers, dq_buffers, shares = buffers
+    _q_ring, _do_ring, k_ring, _v_ring, share_ring = rings
+    turns, row, _final, _full, _full_end = ranges
+    for c in gl.static_range(BUILD.CONSUMERS):
+        wait_full(k_ring, c, BUILD.CONSUMERS, turns > 0)
+    for turn in range(turns):
+        wait_full(share_ring, turn, SHARES)
+        dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turn, 0, BUILD)])
+        release(share_ring, turn, SHARES)
+        _add(dq, dq_buffers.index(0), line, row, dq_source, 0, BUILD)
+        row, line = following(row, line, ranges, BUILD)
+    meet(BUILD.CONSUMERS + 1)
+    store_wait(0)
+
+
+@gluon.jit
+def _consumer(
+    line, ranges, notes, band, scale_log2, out, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+):  # fmt: skip
+    """dK and dV of 64 keys."""
+    _q, _do, _k, _v, _lse, _delta, dq_source, dk_source, dv_source = sources
+    q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares = buffers
+    q_ring, do_ring, k_ring, v_ring, share_ring = rings
+    turns, row, _final, full, full_end = ranges
+    dtype: gl.constexpr = q_buffers.dtype
+    COLUMN: gl.constexpr = column_layout(score_layout(BUILD.BLOCK_M))
+    dk = gl.zeros([KEYS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
+    dv = gl.zeros([KEYS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
+    wanted = turns > 0
+    for c in gl.static_range(BUILD.CONSUMERS):
+        wait_full(k_ring, c, BUILD.CONSUMERS, wanted)
+    wait_full(v_ring, CONSUMER, BUILD.CONSUMERS, wanted)
+    k = k_buffers.index(CONSUMER).reshape([KEYS, BUILD.BLOCK_D])
+    v = v_buffers.index(CONSUMER).reshape([KEYS, BUILD.BLOCK_DV])
+    if BUILD.HELD:
+        k = k.load(key_layout(BUILD.BLOCK_M))
+        v = v.load(key_layout(BUILD.BLOCK_M))
+    if BUILD.AHEAD:
+        wait_full(q_ring, row * 0, BUILD.STAGES, wanted)
+        s = warpgroup_mma_wait(0, deps=[_scores(k, q_buffers.index(0).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D]), BUILD)])
+    for turn in range(turns):
+        i = buffer_of(turn, BUILD.STAGES)
+        if not BUILD.HELD:
+            k = k_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_D])
+            v = v_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_DV])
+        q = q_buffers.index(i).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D])
+        do = do_buffers.index(i).reshape([BUILD.BLOCK_M, BUILD.BLOCK_DV])
+        if not BUILD.AHEAD:
+            wait_full(q_ring, turn, BUILD.STAGES)
+            s = _scores(k, q, BUILD)
+        wait_full(do_ring, turn, BUILD.STAGES)
+        dp = _scores(v, do, BUILD)
+        if not BUILD.AHEAD:
+            s = warpgroup_mma_wait(1, deps=[s])
+        lse = lse_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+        if (row < full) | (row >= full_end):
+            col = _note(notes, COL) + CONSUMER * KEYS
+            p = _hide(p, row - _note(notes, BEGIN_Q), col, _note(notes, LEN_Q), _note(notes, LEN_K), band)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), weight_layout(BUILD.BLOCK_DV)), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        delta = delta_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
+        ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+        if not BUILD.APART:
+            before = turn + 3  # the turn before, two rounds later: not negative, and none is awaited in the first turn
+            wait_full(share_ring, before, SHARES)
+            dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
+        dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
+        share = shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER)
+        if BUILD.APART:
+            wait_empty(share_ring, turn, SHARES)
+            share.store(ds)
+            fence_async_shared()
+            give(share_ring, turn, SHARES)
+            dv = warpgroup_mma_wait(1, deps=[dv])
+        else:
+            share.store(ds)
+            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        release(do_ring, turn, BUILD.STAGES)
+        if not BUILD.APART:
+            last_row, last_line = preceding(row, line, turn, ranges, BUILD)
+            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+            give(share_ring, turn, SHARES)
+        if BUILD.AHEAD:
+            wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)
+            after = q_buffers.index(buffer_of(turn + 1, BUILD.STAGES)).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D])
+            s = _scores(k, after, BUILD)
+            dk, s = warpgroup_mma_wait(0, deps=[dk, s])
+        else:
+            dk = warpgroup_mma_wait(0, deps=[dk])
+        release(q_ring, turn, BUILD.STAGES)
+        row, line = following(row, line, ranges, BUILD)
+    if not BUILD.APART:
+        if turns > 0:
+            wait_full(share_ring, turns - 1, SHARES)
+            dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turns - 1, CONSUMER, BUILD)])
+            last_row, last_line = preceding(row, line, turns, ranges, BUILD)
+            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+        meet(BUILD.CONSUMERS)  # nobody reads K any more: dK goes where it was
+    else:
+        meet(BUILD.CONSUMERS + 1)
+    dk_ptr, dv_ptr, suspect_ptr, heads = out
+    head = _note(notes, HEAD)
+    b = _note(notes, BATCH)
+    begin_k = _note(notes, BEGIN_K)
+    len_k = _note(notes, LEN_K)
+    col = _note(notes, COL) + CONSUMER * KEYS
+    _mark(dk, col, len_k, suspect_ptr + _note(notes, FLAG) + CONSUMER)
+    dk_part = (k_buffers.index(CONSUMER), dk_source, dk_ptr)
+    dv_part = (v_buffers.index(CONSUMER), dv_source, dv_ptr)
+    _store((dk * (scale_log2 * 0.6931471805599453)).to(dtype), dk_part, b, begin_k, col, head, heads, len_k, BUILD.DIM, BUILD)
+    _store(dv.to(dtype), dv_part, b, begin_k, col, head, heads, len_k, BUILD.DIM_V, BUILD)
+    store_wait(0)
+
+
+@gluon.jit
+def _thread_sum(x):
+    """`[M, N]` to `[M, 4]`: what each thread of a quad holds of a row, summed."""
+    parts = x.reshape([x.shape[0], 2, x.shape[1] // 16, 4, 2])
+    return gl.sum(gl.sum(gl.sum(parts, 4), 2), 1)
+
+
+@gluon.jit
+def _mark(dk, col, len_k, flag_ptr):
+    """1 at `flag_ptr` if dK of a key inside has a NaN; infinities of both signs may count as one.
+
+    dV needs no look: what makes it NaN at a hidden place, dO that is not finite, makes dP so, and 0 dP is NaN in dK.
+    """
+    total = _thread_sum(dk)
+    bad = total != total
+    cols = col + gl.arange(0, KEYS, layout=row_layout(bad.type.layout))
+    gl.store(flag_ptr + gl.where(bad, 0, 0), 1, mask=bad & gl.expand_dims(cols < len_k, 1))
+
+
+@gluon.jit
+def _store(x, part, b, begin, col, head, heads, length, DIM: gl.constexpr, BUILD: gl.constexpr):
+    """64 rows by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
+    buffer, source, pointer = part
+    if BUILD.PACKED and col + KEYS > length:
+        cols = gl.arange(0, KEYS, layout=row_layout(x.type.layout))
+        dims = gl.arange(0, x.shape[1], layout=column_layout(x.type.layout))
+        starts = ((begin + col + cols).to(gl.int64) * heads + head) * DIM
+        keep = gl.expand_dims(col + cols < length, 1) & (gl.expand_dims(dims, 0) < DIM)
+        gl.store(pointer + gl.expand_dims(starts, 1) + gl.expand_dims(dims, 0), x, mask=keep)
+    else:
+        buffer.reshape([KEYS, x.shape[1]]).store(x)
+        fence_async_shared()
+        tma_store(source, [b, begin + col, head, 0], buffer)
+
+
+@gluon.jit
+def backward_kernel(
+    q_source, do_source, k_source, v_source,  # descriptors of [B, T, H, D], a packed tensor with B = 1
+    lse_source, delta_source,  # fp32 [B * H, len_q] or [H, len_q]: the LSE in base 2, and delta
+    dq_source,  # fp32 [B * H, len_q, DIM] or [H, len_q, DIM], 0 before: dQ / scale
+    dk_source, dv_source,  # as k and v
+    dk_ptr, dv_ptr,  # packed: [T, H, D]; None: dense
+    suspect_ptr,  # int32, one for every 64 keys, numbered as by `address.locate`, all 0: becomes 1 where a key is suspect
+    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    scale_log2, band, batch, heads, tiles, members, len_q, len_k,
+    BUILD: gl.constexpr,
+):  # fmt: skip
+    """A key tile. `heads`: of K. `tiles`: of a head. `members`: heads of a group (`locate`)."""
+    dtype: gl.constexpr = q_source.dtype
+    BLOCK_M: gl.constexpr = BUILD.BLOCK_M
+    q_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BLOCK_M, 1, BUILD.BLOCK_D], q_source.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BLOCK_M, 1, BUILD.BLOCK_DV], do_source.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, KEYS, 1, BUILD.BLOCK_D], k_source.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, KEYS, 1, BUILD.BLOCK_DV], v_source.layout)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
+    PARTS: gl.constexpr = 1 if BUILD.APART else BUILD.CONSUMERS
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [PARTS, 1, SIDE, SIDE], sum_layout())
+    shares = gl.allocate_shared_memory(dtype, [SHARES * BUILD.CONSUMERS, KEYS, BLOCK_M], share_layout(BLOCK_M, dtype))
+    q_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
+    do_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
+    k_ring = open_ring(BUILD.CONSUMERS, 1)
+    v_ring = open_ring(BUILD.CONSUMERS, 1)
+    share_ring = open_shares(SHARES, BUILD.CONSUMERS, 1)
+    # None inside a tuple does not reach the warps: what is not used is some pointer instead.
+    if not BUILD.PACKED:
+        dk_ptr = suspect_ptr
+        dv_ptr = suspect_ptr
+        cu_seqlens_q = suspect_ptr
+        cu_seqlens_k = suspect_ptr
+    fence_async_shared()
+    work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
+    col, head, b, sequence, begin_k, own_k, begin_q, own_q = locate(gl.program_id(0), work, BUILD)
+    line = (b * heads + head) * BUILD.GROUP
+    if BUILD.PACKED:
+        flag = head * (len_k // KEYS + batch) + begin_k // KEYS + sequence + col // KEYS
+    else:
+        flag = (b * heads + head) * gl.cdiv(len_k, KEYS) + col // KEYS
+    ranges = ranges_of(col, begin_q, own_q, own_k, band, BUILD)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], slot_layout())
+    zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
+    notes.index(COL).store(zero + col)
+    notes.index(HEAD).store(zero + head)
+    notes.index(BATCH).store(zero + b)
+    notes.index(FLAG).store(zero + flag)
+    notes.index(BEGIN_K).store(zero + begin_k)
+    notes.index(LEN_K).store(zero + own_k)
+    notes.index(BEGIN_Q).store(zero + begin_q)
+    notes.index(LEN_Q).store(zero + own_q)
+    out = (dk_ptr, dv_ptr, suspect_ptr, heads)
+    sources = (q_source, do_source, k_source, v_source, lse_source, delta_source, dq_source, dk_source, dv_source)
+    buffers = (q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares)
+    rings = (q_ring, do_ring, k_ring, v_ring, share_ring)
+    # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
+    if BUILD.APART:
+        gl.warp_specialize([
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
+            (_summer, (line, ranges, sources, buffers, rings, BUILD)),
+            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+        ], [4, 4, 1], [BUILD.REGISTERS, BUILD.SUMMER_REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
+            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+        ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -1,0 +1,131 @@
+"""What runs before and behind `backward.py`, in plain Triton: facts of rows and cleared sums, then dQ in its own type.
+
+`prepare_kernel` also clears the sums of dQ and the marks, so that one launch does all that. `finish_kernel` rounds the sums and
+computes once more, as the portable kernels do, rows of dQ with a NaN and the 64 keys of each mark: normally none.
+"""
+
+import triton
+import triton.language as tl
+
+from rowmax.kernels.address import head_base, load_tile, locate, store_tile
+from rowmax.kernels.tile_ops import GUARD, any_of
+from rowmax.kernels.triton.backward import LOG2E, _store_guarded_dq, _walk_queries
+
+
+@triton.jit
+def prepare_kernel(
+    o_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]
+    lse_ptr, dlse_ptr,  # fp32 [B, H, T] or [H, T], contiguous; dlse_ptr None: no gradient
+    lse_log2_ptr, delta_ptr,  # results, fp32, one line of `line_length` numbers for each head
+    sum_ptr, suspect_ptr,  # to be cleared: fp32 [B, H, T, DIM] or [H, T, DIM], int32 [flags]
+    o_strides, do_strides, heads, tiles, len_q, line_length, flags,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FLAGS: tl.constexpr,
+):  # fmt: skip
+    """As `row_kernel`. Lines are as long as TMA wants them; FLAGS: how many marks a program clears."""
+    pid = tl.program_id(0)
+    row = pid % tiles * BLOCK_M
+    line = pid // tiles
+    head = line % heads
+    b = line // heads
+    numbers = pid * FLAGS + tl.arange(0, FLAGS)
+    tl.store(suspect_ptr + numbers, 0, mask=numbers < flags)
+    sum_base = sum_ptr + line.to(tl.int64) * len_q * DIM
+    store_tile(sum_base, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row, DIM, len_q, DIM, BLOCK_M, BLOCK_D)
+    o = load_tile(head_base(o_ptr, o_strides, b, 0, head), row, o_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV, True)
+    do = load_tile(head_base(do_ptr, do_strides, b, 0, head), row, do_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    rows = row + tl.arange(0, BLOCK_M)
+    given = line.to(tl.int64) * len_q + rows
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + given, mask=rows < len_q, other=0.0)
+    lse_log2 = tl.load(lse_ptr + given, mask=rows < len_q, other=0.0) * LOG2E
+    # Where a unit in the last place is 1/8 and more, rounding could lift a weight over 1, up to infinity: round up instead.
+    lse_log2 = tl.where(tl.abs(lse_log2) > 1048576.0, lse_log2 + tl.abs(lse_log2) * 4.76837158203125e-07, lse_log2)
+    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)  # a row that sees nothing has no weights
+    made = line.to(tl.int64) * line_length + rows
+    tl.store(delta_ptr + made, delta, mask=rows < len_q)
+    tl.store(lse_log2_ptr + made, lse_log2, mask=rows < len_q)
+
+
+@triton.jit
+def finish_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr,  # sum: fp32 [B, H, T, DIM] or [H, T, DIM], contiguous
+    dq_ptr, dk_ptr, dv_ptr,  # results: dq whole, the others where a mark is
+    lse_ptr, delta_ptr, suspect_ptr,  # of `prepare_kernel` and `backward_kernel`
+    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    q_strides, k_strides, v_strides, do_strides, dq_strides, dk_strides, dv_strides,  # (batch, row, head)
+    scale, band, batch, heads, tiles, key_tiles, programs, flags, len_q, len_k, line_length,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """The first `programs` have ROWS rows of dQ each, the others FLAGS marks, each of KEYS keys."""
+    pid = tl.program_id(0)
+    if pid < programs:
+        row, head, b, begin_q, own_q, begin_k, own_k = locate(
+            pid, cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, ROWS
+        )
+        if row < own_q:
+            b = tl.cast(b, tl.int32)
+            line = b.to(tl.int64) * heads + head
+            sums = load_tile(sum_ptr + (line * len_q + begin_q) * DIM, row, DIM, own_q, DIM, ROWS, BLOCK_D, True)
+            dq_base = head_base(dq_ptr, dq_strides, b, begin_q, head)
+            store_tile(dq_base, sums * scale, row, dq_strides[1], own_q, DIM, ROWS, BLOCK_D)
+            if any_of(sums != sums) > 0:  # perhaps a NaN or infinity of K or V that not every row sees
+                tl.debug_barrier()
+                own = line * line_length + begin_q
+                _store_guarded_dq(
+                    head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
+                    head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(do_ptr, do_strides, b, begin_q, head),
+                    dq_base, lse_ptr + own, delta_ptr + own, q_strides[1], k_strides[1], v_strides[1], do_strides[1],
+                    dq_strides[1], row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale,
+                    DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+    else:
+        first = (pid - programs) * FLAGS
+        numbers = first + tl.arange(0, FLAGS)
+        marks = tl.load(suspect_ptr + numbers, mask=numbers < flags, other=0)
+        if tl.max(marks, 0) > 0:
+            for number in range(first, tl.minimum(first + FLAGS, flags)):
+                if tl.max(tl.where(numbers == number, marks, 0), 0) > 0:
+                    _store_guarded_keys(
+                        number, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k,
+                        q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads,
+                        key_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, KEYS,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _store_guarded_keys(
+    number, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads, key_tiles, len_q, len_k,
+    line_length,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the keys of one mark, with `guarded_dot`."""
+    pid = number - number % key_tiles + (key_tiles - 1 - number % key_tiles)
+    col, kv_head, b, begin_k, own_k, begin_q, own_q = locate(
+        pid, cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, key_tiles, len_k, len_q, KEYS
+    )
+    b = tl.cast(b, tl.int32)
+    first_head = kv_head * GROUP
+    own = (b.to(tl.int64) * heads + first_head) * line_length + begin_q
+    k_base = head_base(k_ptr, k_strides, b, begin_k, kv_head)
+    v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
+    q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
+    do_base = head_base(do_ptr, do_strides, b, begin_q, first_head)
+    zero = own_q * 0
+    for piece in range(col, tl.minimum(col + KEYS, own_k), GUARD):
+        dk, dv, _ = _walk_queries(
+            tl.zeros([GUARD, BLOCK_D], tl.float32), tl.zeros([GUARD, BLOCK_DV], tl.float32),
+            load_tile(k_base, piece, k_strides[1], own_k, DIM, GUARD, BLOCK_D, True),
+            load_tile(v_base, piece, v_strides[1], own_k, DIM_V, GUARD, BLOCK_DV, True),
+            q_base, do_base, lse_ptr + own, delta_ptr + own, q_strides, do_strides, (zero, zero, zero, own_q), piece,
+            line_length, own_q, own_k, own_k - own_q, band, scale * LOG2E,
+            GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, True, 1,
+        )  # fmt: skip
+        dk_base = head_base(dk_ptr, dk_strides, b, begin_k, kv_head)
+        dv_base = head_base(dv_ptr, dv_strides, b, begin_k, kv_head)
+        store_tile(dk_base, dk * scale, piece, dk_strides[1], own_k, DIM, GUARD, BLOCK_D)
+        store_tile(dv_base, dv, piece, dv_strides[1], own_k, DIM_V, GUARD, BLOCK_DV)

@@ -1,0 +1,95 @@
+"""The Hopper backward compiled without a GPU for every row of the plan's table and every structure, and its machine code read.
+
+Run as a program, it prints what the builds need, a JSON line each; so does the test, in a process of its own, because this one
+interprets Triton:
+
+    python test_gluon_backward_compile.py "b4 h32/8 q1024 k1024 d128 bf16 causal" ["64x128 s2 ahead"] ...
+"""
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+from machine_code import TOOLS, compiled, instructions
+
+if not (TOOLS / "cuobjdump").is_file():
+    pytest.skip("this Triton comes without cuobjdump", allow_module_level=True)
+
+LARGE = "b4 h32/8 q1024 k1024"
+# Head dimension -> (structure, tile): "" is the table's own.
+BUILDS = {
+    "64": [
+        *[("d64 bf16", ""), ("d64 bf16 causal", ""), ("d64 fp16 window(256,9)", ""), ("d64 bf16 causal packed", "")],
+        *[("d24/40 bf16 window(9,inf) packed", ""), ("d64 bf16 causal", "64x128 s2 ahead apart held g8")],
+    ],
+    "128": [
+        *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
+        *[("d96/64 bf16 causal", ""), ("d64/128 bf16 packed", ""), ("d128 bf16 causal scale=-0.1", "")],
+    ],
+}
+MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: ten times as many when its products wait for each other
+
+
+@pytest.mark.parametrize("dim", BUILDS)
+def test_machine_code(dim, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    arguments = [word for structure, tile in BUILDS[dim] for word in (f"{LARGE} {structure}", tile)]
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 3 * len(BUILDS[dim])
+    for facts in found:
+        assert facts["shared"] <= min(facts["planned"], 232_448), f"more shared memory than planned: {facts}"
+        assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
+        if facts["kernel"] == "finish":  # its last part normally does not run, and may spill
+            continue
+        most = 8 if "held" in facts["tile"] else 0  # two numbers, outside of every loop
+        assert facts["stack"] <= most, f"registers spill: {facts}"
+        assert facts["local"] == 0, f"registers spill: {facts}"
+        if facts["kernel"] == "backward":
+            assert facts["HGMMA"] > 0, f"Hopper's tensor core instruction is missing: {facts}"
+            assert facts["WARPGROUP"] <= MOST_GROUPS * 2, f"products wait for each other: {facts}"
+            assert facts["UTMAREDG"] > 0, f"dQ is not added by TMA: {facts}"
+
+
+def read(call) -> dict:
+    needs, listing = compiled(call, (9, 0))
+    counts = collections.Counter(name.split(".")[0] for _, name, _ in instructions(listing)[0])
+    names = ("HGMMA", "WARPGROUP", "UTMAREDG")
+    return {**needs, "highest": max(map(int, re.findall(r"\bR(\d+)\b", listing))), **{name: counts[name] for name in names}}
+
+
+def main(*builds: str) -> None:
+    import torch
+
+    from rowmax import Problem
+    from rowmax.kernels.backward_launch import hopper_backward_calls
+    from rowmax.plan.hopper_backward import HopperBackwardTile, shared_bytes, tiles
+    from rowmax.problem import Operands
+
+    for text, tile_text in zip(builds[::2], builds[1::2], strict=True):
+        problem = Problem.parse(text)
+        tile = HopperBackwardTile.parse(tile_text) if tile_text else tiles(problem)[0]
+        out_shape, lse_shape = problem.outputs()
+        lead = (problem.len_k,) if problem.packed else (problem.batch, problem.len_k)
+        q = torch.empty(*out_shape[:-1], problem.dim_qk, dtype=problem.dtype)
+        k, v = (torch.empty(*lead, problem.heads_k, dim, dtype=problem.dtype) for dim in (problem.dim_qk, problem.dim_v))
+        cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
+        out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
+        calls = hopper_backward_calls(problem, Operands(q, k, v, cu, cu), tile, out, lse, out, lse, q, k, v)
+        for name, call in zip(("prepare", "backward", "finish"), calls, strict=True):
+            said = {"kernel": name, "problem": text, "tile": str(tile), "planned": shared_bytes(problem, tile)}
+            print(json.dumps({**said, **read(call)}), flush=True)
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    main(*arguments, *[""] * (len(arguments) % 2))

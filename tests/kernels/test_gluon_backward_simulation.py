@@ -1,0 +1,384 @@
+"""The Hopper backward simulated on the CPU: right results, no deadlock, no race, and mutants that must fail."""
+
+import os
+
+import pytest
+import torch
+
+from rowmax import Problem, reference, testing
+
+pytest.importorskip("triton.experimental.gluon")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the kernels before and behind run in Triton's interpreter", allow_module_level=True)
+
+import canaries
+import simulate
+import simulate_backward
+
+from rowmax.plan.hopper_backward import HopperBackwardTile
+
+PLAIN, AHEAD, WIDE = "64x128 s2", "64x128 s2 ahead g1", "128x128 s2"
+APART, BOTH, THREE = "64x128 s2 apart", "64x128 s2 ahead apart held g1", "64x128 s3 apart held"
+
+CASES = [
+    ("b1 h2 q200 k300 d128 bf16", PLAIN),
+    ("b1 h2 q200 k300 d128 bf16 causal", PLAIN),
+    ("b2 h2/1 q130 k257 d128 fp16 causal", AHEAD),
+    ("b1 h2 q200 k200 d64 bf16 causal", APART),
+    ("b2 h4/2 q200 k129 d64 bf16 causal", BOTH),  # rows that see nothing
+    ("b1 h2 q300 k300 d64 fp16 causal", WIDE),
+    ("b1 h4/1 q150 k200 d64 bf16", WIDE),
+    ("b1 h1 q300 k60 d64 bf16 causal", THREE),
+    ("b1 h2 q300 k300 d128 bf16 window(40,0)", PLAIN),
+    ("b1 h2 q150 k400 d64 fp16 window(0,70)", APART),
+    ("b1 h2 q300 k100 d64 bf16 window(9,3)", BOTH),
+    ("b1 h2/1 q100 k400 d64 bf16 window(5,5)", APART),  # keys that nobody sees, and whole tiles of them
+    ("b1 h1 q200 k200 d128 bf16 window(inf,5)", AHEAD),
+    ("b1 h1 q200 k300 d64 bf16 window(0,0)", WIDE),
+    ("b1 h2 q1 k1 d64 bf16", APART),
+    ("b1 h2 q5 k300 d128 bf16 causal", PLAIN),
+    ("b1 h2 q129 k130 d72/40 bf16 causal", PLAIN),
+    ("b1 h2 q129 k130 d40/72 fp16", AHEAD),
+    ("b1 h2 q100 k200 d96 bf16 causal", PLAIN),
+    ("b1 h2 q100 k100 d64/128 fp16", PLAIN),
+    ("b1 h2 q70 k130 d64 bf16 causal scale=-0.1", APART),
+    ("b1 h2 q70 k130 d64 bf16 scale=0.0", WIDE),
+    ("b5 h4/2 q330 k330 d64 bf16 packed causal", APART),
+    ("b5 h2 q330 k400 d128 bf16 packed", PLAIN),
+    ("b3 h4/2 q300 k300 d64 fp16 packed window(9,7)", WIDE),
+    ("b4 h2 q500 k200 d64 bf16 packed causal", BOTH),
+    ("b6 h3 q200 k300 d40/24 fp16 packed causal", BOTH),
+]
+
+
+def run(problem, operands, tile, grad_lse=True, **options):
+    out, lse = testing.attend(problem, operands)
+    d_out, d_lse = testing.cotangents(problem)
+    d_lse = d_lse if grad_lse else None
+    *grads, suspect = simulate_backward.backward(
+        problem, operands, HopperBackwardTile.parse(tile), out, lse, d_out, d_lse, **options
+    )
+    return testing.check_backward(problem, operands, grads, d_out, d_lse, out), suspect
+
+
+@pytest.mark.parametrize(("text", "tile"), CASES)
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_simulated_kernel_is_right(text, tile, late):
+    problem = Problem.parse(text)
+    report, suspect = run(problem, testing.operands(problem), tile, late=late, grad_lse=not late)
+    assert report.ok, str(report)
+    assert not bool((suspect == 1).any()), "finite operands, yet keys are computed once more"
+
+
+@pytest.mark.parametrize("kind", ["probe", "spiky", "v_outlier", "shift(-120)"])
+def test_operands_that_show_one_mistake(kind):
+    for text, tile in (
+        ("b1 h2/1 q150 k200 d64 bf16 causal", BOTH),
+        ("b1 h1 q200 k130 d128 bf16", PLAIN),
+        ("b3 h2 q200 k200 d64 bf16 packed window(9,3)", WIDE),
+    ):
+        problem = Problem.parse(text)
+        report, _ = run(problem, testing.operands(problem, kind), tile)
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "gaps", "fused"])
+def test_strides_are_taken_as_they_are(layout):
+    for text in ("b2 h2 q100 k100 d64 bf16", "b2 h2 q100 k100 d64 bf16 packed"):
+        problem = Problem.parse(text)
+        report, _ = run(problem, testing.operands(problem, layout=layout), APART)
+        assert report.ok, str(report)
+
+
+def test_rows_of_a_packed_tensor_outside_every_sequence_stay_as_they_are():
+    problem = Problem.parse("b2 h2 q150 k150 d64 bf16 packed causal")
+    operands = testing.operands(problem, lengths=((70, 60), (50, 60)))
+    out, lse = testing.attend(problem, operands)
+    dq, dk, dv, _ = simulate_backward.backward(
+        problem, operands, HopperBackwardTile.parse(APART), out, lse, *testing.cotangents(problem)
+    )
+    assert not bool(dq[120:].any() | dk[120:].any() | dv[120:].any())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("text", ["b1 h2 q100 k300 d64 fp16 window(40,3)", "b2 h4/2 q200 k100 d64 fp16 causal"])
+def test_values_that_nobody_sees_have_no_effect(text, value):
+    problem = Problem.parse(text)
+    operands = testing.operands(problem)
+    seen = reference.visible(problem.len_q, problem.len_k, *problem.band)
+    q, k, v = (t.clone() for t in operands[:3])
+    q[:, ~seen.any(1)], k[:, ~seen.any(0)], v[:, ~seen.any(0)] = value, value, value
+    out, lse = testing.attend(problem, operands)
+    given = testing.cotangents(problem)
+    tile = HopperBackwardTile.parse(BOTH)
+    *grads, _ = simulate_backward.backward(problem, operands._replace(q=q, k=k, v=v), tile, out, lse, *given)
+    report = testing.check_backward(problem, operands, grads, *given)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("text", ["b2 h4/2 q130 k200 d64 fp16 causal", "b4 h2 q300 k300 d64 fp16 packed window(9,3)"])
+def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where, text):
+    """As in the portable kernels. Tiles of rows and keys that do not see it hold it as well: these are computed once more."""
+    dq_dk_dv, suspect, expected = non_finite(where, text)
+    for mine, theirs in zip(dq_dk_dv, expected, strict=True):
+        assert torch.equal(mine.isfinite(), theirs.isfinite())
+        assert float((mine - theirs)[theirs.isfinite()].abs().max()) < 0.1
+    if where in ("q", "do"):
+        assert bool((suspect == 1).any())
+        assert bool((suspect == 0).any())
+
+
+def non_finite(where, text, **options):
+    from rowmax import Device, plan
+    from rowmax.kernels import launch
+
+    problem = Problem.parse(text)
+    operands = testing.operands(problem)
+    d_out, d_lse = testing.cotangents(problem)
+    chosen = d_out if where == "do" else getattr(operands, where)
+    rows = chosen if problem.packed else chosen[-1]
+    rows[rows.shape[0] // 2, -1, 3] = float("nan")
+    out, lse = testing.attend(problem, operands)
+    portable = plan(problem, Device.named("H200"), direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
+    expected = launch.backward(problem, operands, out, lse, d_out, d_lse, (True, True, True), portable)
+    tile = HopperBackwardTile.parse(BOTH)
+    *grads, suspect = simulate_backward.backward(problem, operands, tile, out, lse, d_out, d_lse, **options)
+    return grads, suspect, expected
+
+
+@pytest.mark.parametrize("name", canaries.HOSTILE)
+def test_lies_in_cu_seqlens_touch_nothing_outside(name):
+    """The simulator raises on an access outside a tensor, and a block must come to its end."""
+    problem = Problem.parse("b3 h1 q40 k40 d64 bf16 packed causal")
+    operands = testing.operands(problem)
+    out, lse = testing.attend(problem, operands)
+    for side in ("queries", "keys", "both"):
+        lies = canaries.lying(operands, canaries.HOSTILE[name], side)
+        simulate_backward.backward(problem, lies, HopperBackwardTile.parse(APART), out, lse, *testing.cotangents(problem))
+
+
+# ---- mutants ---------------------------------------------------------------------------------------------------------------
+
+CAUSAL, CAUSAL_64 = "b1 h1 q200 k200 d128 bf16 causal", "b1 h1 q200 k200 d64 bf16 causal"
+LONG, LONG_64 = "b1 h1 q400 k100 d128 bf16", "b1 h1 q400 k100 d64 bf16"
+GROUPED, PACKED = "b1 h4/2 q130 k130 d64 bf16", "b4 h2 q300 k300 d64 bf16 packed causal"
+WINDOW = "b1 h1 q200 k200 d64 bf16 window(20,9)"
+GROUPED_128, BATCHES, RAGGED = "b1 h4/2 q130 k130 d128 bf16", "b2 h3 q70 k70 d64 bf16", "b1 h1 q70 k70 d64 bf16"
+
+FREE_DO, FREE_Q = "        release(do_ring, turn, BUILD.STAGES)\n", "        release(q_ring, turn, BUILD.STAGES)\n"
+DK = "            dk = warpgroup_mma_wait(0, deps=[dk])\n"
+DV_DQ = "            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])\n"
+NEXT_Q = "            wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
+GIVE = "            give(share_ring, turn, SHARES)\n"
+SUM = "        dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turn, 0, BUILD)])\n"
+FREE_SHARE = "        release(share_ring, turn, SHARES)\n"
+ADD = "            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
+FENCE = "    dq_buffer.reshape([SIDE, SIDE]).store(dq)\n    fence_async_shared()\n"
+
+
+def only(old, new=""):
+    return ((old, new),)
+
+
+MUTANTS = {
+    # who waits for whom
+    "no wait for K": (only("        wait_full(k_ring, c, BUILD.CONSUMERS, wanted)\n", "        pass\n"), CAUSAL, PLAIN),
+    "no wait for V": (only("    wait_full(v_ring, CONSUMER, BUILD.CONSUMERS, wanted)\n"), CAUSAL, PLAIN),
+    "K of no turn awaited": (
+        only("    wanted = turns > 0\n", "    wanted = True\n"),
+        "b1 h1 q30 k200 d64 bf16 window(3,3)",
+        APART,
+    ),
+    "no wait for Q": (only("            wait_full(q_ring, turn, BUILD.STAGES)\n"), CAUSAL, PLAIN),
+    "no wait for the first Q": (only("        wait_full(q_ring, row * 0, BUILD.STAGES, wanted)\n"), CAUSAL, AHEAD),
+    "no wait for the next Q": (only(NEXT_Q), LONG_64, BOTH),
+    "Q of no turn awaited": (only(NEXT_Q, NEXT_Q.replace("turn + 1 < turns", "True")), CAUSAL_64, BOTH),
+    "no wait for dO": (only("        wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, PLAIN),
+    "no wait for dS": (only("wait_full(share_ring, before, SHARES)", "pass"), LONG, PLAIN),
+    "dS of this turn": (only("before = turn + 3", "before = turn + 2"), LONG, PLAIN),
+    "dS of one consumer is enough": (only("count=WRITERS", "count=1"), CAUSAL, PLAIN),
+    "dS given before the fence": (only(ADD + GIVE, GIVE + ADD), LONG, PLAIN),
+    "dS given before the fence, apart": (only("            fence_async_shared()\n" + GIVE, GIVE), LONG_64, APART),
+    "dQ not fenced": (only(FENCE, FENCE.splitlines()[0] + "\n"), LONG_64, APART),
+    "dQ laid over the one before": (only("    store_wait(0)  # the sum before has left the buffer\n"), LONG, PLAIN),
+    "no empty place for dS awaited": (only("            wait_empty(share_ring, turn, SHARES)\n"), LONG_64, APART),
+    "dS released early": (only(SUM + FREE_SHARE, FREE_SHARE + SUM), LONG_64, APART),
+    "dS never released": (only(SUM + FREE_SHARE, SUM), LONG_64, APART),
+    "no dS awaited, apart": (only("        wait_full(share_ring, turn, SHARES)\n"), LONG_64, APART),
+    "Q released early": (only(DK + FREE_Q, "            pass\n" + FREE_Q + DK[4:]), LONG, PLAIN),
+    "Q never released": (only(DK + FREE_Q, DK), LONG, PLAIN),
+    "dO never released": (only(FREE_DO), LONG, PLAIN),
+    "no empty Q awaited": (
+        only(
+            "line_source = line\n    i = buffer_of(turn, STAGES)\n    mbarrier.wait(empty.index(i), ",
+            "line_source = line\n    i = buffer_of(turn, STAGES)\n    max(0, ",
+        ),
+        LONG,
+        PLAIN,
+    ),
+    "K overwritten while it is read": (
+        only("        meet(BUILD.CONSUMERS)  # nobody", "        pass  # nobody"),
+        CAUSAL,
+        PLAIN,
+    ),
+    "K overwritten while it is read, apart": (
+        (
+            ("    else:\n        meet(BUILD.CONSUMERS + 1)\n", ""),
+            ("    meet(BUILD.CONSUMERS + 1)\n    store_wait", "    store_wait"),
+        ),
+        CAUSAL_64,
+        APART,
+    ),
+    "dQ in flight at the end": (
+        only("    meet(BUILD.CONSUMERS + 1)\n    store_wait(0)\n", "    meet(BUILD.CONSUMERS + 1)\n"),
+        CAUSAL_64,
+        APART,
+    ),
+    # products
+    "S awaited too late": (only("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"), CAUSAL, PLAIN),
+    "dP awaited too late": (only("dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"), CAUSAL, PLAIN),
+    "dQ awaited too late": (only(DV_DQ, DV_DQ.replace("(1", "(2")), CAUSAL, PLAIN),
+    "dV awaited too late": (
+        only("            dv = warpgroup_mma_wait(1", "            dv = warpgroup_mma_wait(2"),
+        CAUSAL_64,
+        APART,
+    ),
+    "dQ of one consumer's keys": (only("use_acc=c > 0", "use_acc=False"), CAUSAL, PLAIN),
+    "dQ of the first part": (only("[line, row + ROW, COLUMN]", "[line, row + ROW, 0]"), CAUSAL, PLAIN),
+    "dQ of the first rows": (only("[line, row + ROW, COLUMN]", "[line, row, COLUMN]"), CAUSAL_64, WIDE),
+    "the last dQ left out": (
+        only(
+            "        if turns > 0:\n            wait_full(share_ring, turns - 1",
+            "        if turns > 99:\n            wait_full(share_ring, turns - 1",
+        ),
+        CAUSAL,
+        PLAIN,
+    ),
+    "dQ before the first turn is added": (
+        only("gl.where(turn == 0, -BUILD.BLOCK_M, before)", "gl.where(turn == 0, row, before)"),
+        CAUSAL,
+        PLAIN,
+    ),
+    "dK without the scale": (only("(dk * (scale_log2 * 0.6931471805599453)).to", "dk.to"), CAUSAL, PLAIN),
+    "delta of another buffer": (only("delta = delta_buffers.index(i)", "delta = delta_buffers.index(0)"), LONG, PLAIN),
+    "LSE of another buffer": (only("lse = lse_buffers.index(i)", "lse = lse_buffers.index(0)"), LONG, PLAIN),
+    # what is hidden
+    "nothing hidden": (only("        if (row < full) | (row >= full_end):", "        if row < 0:"), CAUSAL_64, APART),
+    "nothing hidden at the begin": (only("(row < full) | (row >= full_end)", "row >= full_end"), CAUSAL_64, APART),
+    "nothing hidden at the end": (only("(row < full) | (row >= full_end)", "row < full"), WINDOW, APART),
+    "keys past the end": (
+        only("    if col + BLOCK_N > len_k:", "    if col + BLOCK_N > 99999:"),
+        RAGGED,
+        APART,
+        "shift(-1000)",
+    ),
+    "keys past the end not hidden": (only("gl.where(cols < len_k, end, 0)", "end"), RAGGED, APART, "shift(-1000)"),
+    "the other consumer's keys hidden": (
+        only("            col = _note(notes, COL) + CONSUMER * KEYS\n", "            col = _note(notes, COL)\n"),
+        CAUSAL_64,
+        APART,
+    ),
+    "one key more": (only("seen = eights < gl", "seen = eights <= gl"), WINDOW, APART, "probe"),
+    "one key less": (only("(eights >= first", "(eights > first"), CAUSAL_64, APART, "probe"),
+    "rows of the tensor as rows of the sequence": (only("row - _note(notes, BEGIN_Q), col", "row, col"), PACKED, APART),
+    # where it lies
+    "K of another head": (
+        only(
+            "b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
+            "b, first_key + c * KEYS, 0, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
+        ),
+        BATCHES,
+        APART,
+    ),
+    "keys of the first consumer": (
+        only("fill(k_ring, k_parts, b, first_key + c * KEYS", "fill(k_ring, k_parts, b, first_key"),
+        CAUSAL_64,
+        APART,
+    ),
+    "Q of the first head of a group": (
+        only(
+            "b, row, member + line, line, turn, BUILD.STAGES)\n            if",
+            "b, row, head * BUILD.GROUP, line, turn, BUILD.STAGES)\n            if",
+        ),
+        GROUPED,
+        APART,
+    ),
+    "LSE of another head": (
+        only("lse_parts, b, row, member + line, line, turn", "lse_parts, b, row, member + line, member, turn"),
+        BATCHES,
+        APART,
+        "spiky",
+    ),
+    "the group's heads not counted": (only("gl.where(row == final, line + 1, line)", "line"), GROUPED, APART),
+    "one head of a group": (only("BUILD.GROUP * tiles, 0)", "tiles, 0)"), GROUPED, APART),
+    "dQ of a group's next head": (only("gl.where(row == start, line - 1, line)", "line"), GROUPED_128, PLAIN),
+    "dQ of the rows before the group's next head": (
+        only("gl.where(row == start, final, before)", "before"),
+        GROUPED_128,
+        PLAIN,
+    ),
+    "heads of another batch": (only("head % heads, head // heads", "head % heads, head * 0"), BATCHES, APART),
+    "a group of heads counted twice": (
+        only("group = tile // (tiles * members)", "group = tile // (tiles * members) * 0"),
+        BATCHES,
+        APART,
+    ),
+    "keys of the sequence before": (only("    begin_k = _note(notes, BEGIN_K)\n", "    begin_k = 0\n"), PACKED, APART),
+    "queries of the sequence before": (
+        only("return turns, begin_q + start, begin_q + start +", "return turns, start, start +"),
+        PACKED,
+        APART,
+    ),
+    "rows of the next sequence": (
+        only("    if BUILD.PACKED and col + KEYS > length:", "    if BUILD.PACKED and col + KEYS > length + 64:"),
+        PACKED,
+        APART,
+    ),
+    "dims of the next head": (
+        only("(gl.expand_dims(dims, 0) < DIM)", "(gl.expand_dims(dims, 0) < 64)"),
+        "b3 h2 q100 k100 d40 bf16 packed",
+        APART,
+    ),
+    "a mark at every key": (only("1, mask=bad & gl", "1, mask=gl"), RAGGED, APART),
+}
+
+
+def fails(mutants, problem, operands, tile) -> bool:
+    for seed in range(12):
+        try:
+            report, suspect = run(problem, operands, tile, seed=seed, late=seed % 2 == 0, mutants=mutants, repair=False)
+        except simulate.Wrong:
+            return True
+        if not report.ok or bool((suspect == 1).any()):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_fails(name):
+    replacements, spelling, tile, *kind = MUTANTS[name]
+    problem = Problem.parse(spelling)
+    assert fails(replacements, problem, testing.operands(problem, *kind), tile), f"mutant '{name}' lives"
+
+
+FLAG, FLAG_PACKED = "flag = (b * heads + head) * gl.cdiv(len_k, KEYS) + col // KEYS", "begin_k // KEYS + sequence + col // KEYS"
+MARKS = {
+    "NaN not noticed": only("bad = total != total", "bad = total > total"),
+    "mark of another head": only(FLAG, FLAG.replace("+ head)", "+ head * 0)")),
+    "mark of another batch": only(FLAG, FLAG.replace("(b *", "((b + 1) *")),
+    "mark of another tile": only(FLAG, FLAG + " + 1"),
+    "mark of the first consumer": only("_note(notes, FLAG) + CONSUMER", "_note(notes, FLAG)"),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_mutant_of_the_marks_fails(name):
+    for where in ("q", "do"):
+        try:
+            grads, _, expected = non_finite(where, "b2 h4/2 q130 k200 d64 fp16 causal", mutants=MARKS[name])
+        except simulate.Wrong:
+            return
+        if not all(torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(grads, expected, strict=True)):
+            return
+    pytest.fail(f"mutant '{name}' lives")
