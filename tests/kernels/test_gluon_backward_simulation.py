@@ -166,9 +166,9 @@ GROUPED, PACKED = "b1 h4/2 q130 k130 d64 bf16", "b4 h2 q300 k300 d64 bf16 packed
 WINDOW = "b1 h1 q200 k200 d64 bf16 window(20,9)"
 GROUPED_128, BATCHES, RAGGED = "b1 h4/2 q130 k130 d128 bf16", "b2 h3 q70 k70 d64 bf16", "b1 h1 q70 k70 d64 bf16"
 
-FREE_DO, FREE_Q = "        release(do_ring, turn, BUILD.STAGES)\n", "        release(q_ring, turn, BUILD.STAGES)\n"
-DK = "            dk = warpgroup_mma_wait(0, deps=[dk])\n"
-DV_DQ = "            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])\n"
+FREE_Q = "        release(q_ring, turn, BUILD.STAGES)\n"
+DK = "            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])\n"
+DQ = "            dq = warpgroup_mma_wait(1, deps=[dq])\n"
 NEXT_Q = "            wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
 GIVE = "            give(share_ring, turn, SHARES)\n"
 SUM = "        dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turn, 0, BUILD)])\n"
@@ -208,7 +208,6 @@ MUTANTS = {
     "no dS awaited, apart": (only("        wait_full(share_ring, turn, SHARES)\n"), LONG_64, APART),
     "Q released early": (only(DK + FREE_Q, "            pass\n" + FREE_Q + DK[4:]), LONG, PLAIN),
     "Q never released": (only(DK + FREE_Q, DK), LONG, PLAIN),
-    "dO never released": (only(FREE_DO), LONG, PLAIN),
     "no empty Q awaited": (
         only(
             "line_source = line\n    i = buffer_of(turn, STAGES)\n    mbarrier.wait(empty.index(i), ",
@@ -238,12 +237,8 @@ MUTANTS = {
     # products
     "S awaited too late": (only("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"), CAUSAL, PLAIN),
     "dP awaited too late": (only("dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"), CAUSAL, PLAIN),
-    "dQ awaited too late": (only(DV_DQ, DV_DQ.replace("(1", "(2")), CAUSAL, PLAIN),
-    "dV awaited too late": (
-        only("            dv = warpgroup_mma_wait(1", "            dv = warpgroup_mma_wait(2"),
-        CAUSAL_64,
-        APART,
-    ),
+    "dQ awaited too late": (only(DQ, DQ.replace("(1", "(2")), CAUSAL, PLAIN),
+    "dV and dK awaited too late": (only(DK + FREE_Q, DK.replace("(0", "(1") + FREE_Q), CAUSAL_64, APART),
     "dQ of one consumer's keys": (only("use_acc=c > 0", "use_acc=False"), CAUSAL, PLAIN),
     "dQ of the first part": (only("[line, row + ROW, COLUMN]", "[line, row + ROW, 0]"), CAUSAL, PLAIN),
     "dQ of the first rows": (only("[line, row + ROW, COLUMN]", "[line, row, COLUMN]"), CAUSAL_64, WIDE),

@@ -15,7 +15,7 @@ from rowmax.kernels.launch import (
     _strides,
 )
 from rowmax.numerics import LOG2E
-from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, padded_dims
+from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, misfit, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -38,6 +38,9 @@ def hopper_backward_calls(
     from rowmax.kernels.gluon.backward import Build, backward_kernel
     from rowmax.kernels.gluon.backward_edges import finish_kernel, prepare_kernel
 
+    why_not = misfit(problem, tile)
+    if why_not:
+        raise ValueError(why_not)
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands
     block_d, block_dv = padded_dims(problem)
     lines = problem.heads_q * (1 if problem.packed else problem.batch)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from typing import Optional
 
 from rowmax.mask import Band
@@ -11,6 +12,7 @@ from rowmax.problem import Problem
 KEYS = 64  # of a consumer
 SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 1024  # bytes, and more than are needed
+MARK = "backward"
 WORDS = ("ahead", "apart", "held")
 
 
@@ -36,21 +38,22 @@ class HopperBackwardTile(Tile):
         return (200, 80, 32) if self.apart else (240, 0, 24)
 
     def __str__(self) -> str:
-        words = [word for word in WORDS if getattr(self, word)]
+        words = [MARK, *(word for word in WORDS if getattr(self, word))]
         return " ".join(
             [f"{self.block_m}x{self.block_n}", f"s{self.stages}", *words, *[f"g{self.group_mb}"] * (self.group_mb > 0)]
         )
 
     @classmethod
     def parse(cls, text: str) -> "HopperBackwardTile":
-        """The inverse of `str`: `64x128 s2 ahead g16`."""
+        """The inverse of `str`: `64x128 s2 backward ahead g16`; "backward" tells it from a tile of the forward."""
         size, *words = text.split()
         block_m, block_n = map(int, size.split("x"))
         number = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[sg]\d+", word)}
-        unknown = [word for word in words if not re.fullmatch(r"[sg]\d+", word) and word not in WORDS]
+        unknown = [word for word in words if not re.fullmatch(r"[sg]\d+", word) and word not in (MARK, *WORDS)]
         if unknown or block_m not in (64, 128) or block_n != 2 * KEYS:
             raise ValueError(
-                f"'{text}' is no tile of this kernel; an example: '64x128 s2 ahead g16': 64 or 128 queries, {2 * KEYS} keys"
+                f"'{text}' is no tile of this kernel; an example: '64x128 s2 backward ahead g16': 64 or 128 queries, "
+                f"{2 * KEYS} keys, and of {', '.join(WORDS)} any"
             )
         switches = {word: word in words for word in WORDS}
         return cls(block_m, block_n, 4, number.get("s", 2), False, **switches, group_mb=number.get("g", 0))
@@ -91,6 +94,17 @@ def misfit(problem: Problem, tile: HopperBackwardTile) -> Optional[str]:
         return f"'{tile}' needs more registers than there are: K and V are held with 'apart' only"
     bytes_ = shared_bytes(problem, tile)
     return f"'{tile}' takes {bytes_} bytes of shared memory of {SHARED_BYTES}" if bytes_ > SHARED_BYTES else None
+
+
+def grid(problem: Problem) -> list[HopperBackwardTile]:
+    """Every tile that fits."""
+    switches = [dict(zip(WORDS, values, strict=True)) for values in product((False, True), repeat=len(WORDS))]
+    sizes = [(block_m, stages, group_mb) for block_m in (64, 128) for stages in (2, 3) for group_mb in (0, 4, 8, 16, 32)]
+    made = (
+        HopperBackwardTile(block_m, 2 * KEYS, 4, stages, **words, group_mb=group_mb)
+        for (block_m, stages, group_mb), words in product(sizes, switches)
+    )
+    return [tile for tile in made if not misfit(problem, tile)]
 
 
 def refuses(problem: Problem) -> Optional[str]:

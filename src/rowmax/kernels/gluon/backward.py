@@ -359,22 +359,20 @@ def _consumer(
             share.store(ds)
             fence_async_shared()
             give(share_ring, turn, SHARES)
-            dv = warpgroup_mma_wait(1, deps=[dv])
         else:
             share.store(ds)
-            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-        release(do_ring, turn, BUILD.STAGES)
-        if not BUILD.APART:
+            dq = warpgroup_mma_wait(1, deps=[dq])
             last_row, last_line = preceding(row, line, turn, ranges, BUILD)
             _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
             give(share_ring, turn, SHARES)
         if BUILD.AHEAD:
+            dv = warpgroup_mma_wait(1, deps=[dv])  # S with both in flight: ptxas would put one after the other
             wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)
             after = q_buffers.index(buffer_of(turn + 1, BUILD.STAGES)).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D])
             s = _scores(k, after, BUILD)
             dk, s = warpgroup_mma_wait(0, deps=[dk, s])
         else:
-            dk = warpgroup_mma_wait(0, deps=[dk])
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         release(q_ring, turn, BUILD.STAGES)
         row, line = following(row, line, ranges, BUILD)
     if not BUILD.APART:
@@ -460,7 +458,9 @@ def backward_kernel(
     dq_buffers = gl.allocate_shared_memory(gl.float32, [PARTS, 1, SIDE, SIDE], sum_layout())
     shares = gl.allocate_shared_memory(dtype, [SHARES * BUILD.CONSUMERS, KEYS, BLOCK_M], share_layout(BLOCK_M, dtype))
     q_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
-    do_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
+    do_full, _ = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
+    _, q_empty = q_ring
+    do_ring = (do_full, q_empty)  # Q and dO are done with together
     k_ring = open_ring(BUILD.CONSUMERS, 1)
     v_ring = open_ring(BUILD.CONSUMERS, 1)
     share_ring = open_shares(SHARES, BUILD.CONSUMERS, 1)
