@@ -3,7 +3,7 @@
 Run as a program, it prints what the builds need, a JSON line each; so does the test, in a process of its own, because this one
 interprets Triton:
 
-    python test_gluon_backward_compile.py "b4 h32/8 q1024 k1024 d128 bf16 causal" ["64x128 s2 ahead"] ...
+    python test_gluon_backward_compile.py "b4 h32/8 q1024 k1024 d128 bf16 causal" ["64x128 s2 backward ahead"] ...
 """
 
 import collections
@@ -26,14 +26,19 @@ LARGE = "b4 h32/8 q1024 k1024"
 BUILDS = {
     "64": [
         *[("d64 bf16", ""), ("d64 bf16 causal", ""), ("d64 fp16 window(256,9)", ""), ("d64 bf16 causal packed", "")],
-        *[("d24/40 bf16 window(9,inf) packed", ""), ("d64 bf16 causal", "64x128 s2 ahead apart held g8")],
+        *[
+            ("d24/40 bf16 window(9,inf) packed", ""),
+            ("d64 bf16 causal", "64x128 s2 backward ahead apart held g8"),
+            ("d64 fp16 packed", "64x128 s3 backward apart"),
+        ],
     ],
     "128": [
         *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
         *[("d96/64 bf16 causal", ""), ("d64/128 bf16 packed", ""), ("d128 bf16 causal scale=-0.1", "")],
+        *[("d128 bf16 causal", "64x128 s2 backward"), ("d128 bf16 packed", "64x128 s3 backward g8")],
     ],
 }
-MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: ten times as many when its products wait for each other
+MOST_GROUPS = 15  # WARPGROUP instructions of a consumer: ten times as many when its products wait for each other
 
 
 @pytest.mark.parametrize("dim", BUILDS)

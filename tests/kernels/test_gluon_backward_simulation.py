@@ -166,14 +166,22 @@ GROUPED, PACKED = "b1 h4/2 q130 k130 d64 bf16", "b4 h2 q300 k300 d64 bf16 packed
 WINDOW = "b1 h1 q200 k200 d64 bf16 window(20,9)"
 GROUPED_128, BATCHES, RAGGED = "b1 h4/2 q130 k130 d128 bf16", "b2 h3 q70 k70 d64 bf16", "b1 h1 q70 k70 d64 bf16"
 
-FREE_Q = "        release(q_ring, turn, BUILD.STAGES)\n"
-DK = "            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])\n"
-DQ = "            dq = warpgroup_mma_wait(1, deps=[dq])\n"
-NEXT_Q = "            wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
-GIVE = "            give(share_ring, turn, SHARES)\n"
+FREE_Q = "                release(q_ring, turn, BUILD.STAGES)\n"
+GIVE = "                give(share_ring, turn, SHARES)\n"
+DK = GIVE + "                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])\n"
+DK_APART = "            else:\n                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])\n"
+DK_AHEAD = "                dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])\n"
+DK_BOTH = "                dk = warpgroup_mma_wait(1, deps=[dk])\n"
+NEXT_S = "                s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)\n"
+DQ = "                dq = warpgroup_mma_wait(1, deps=[dq])\n"
+ADD = "                _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
+LAST_S = "                s = warpgroup_mma_wait(0, deps=[s])\n"
+BEFORE = "                wait_full(share_ring, before, SHARES)\n"
+PRODUCT = "                dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)\n"
+STORE = "                share.store(ds)\n"
+NEXT_Q = "    wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
 SUM = "        dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turn, 0, BUILD)])\n"
 FREE_SHARE = "        release(share_ring, turn, SHARES)\n"
-ADD = "            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
 FENCE = "    dq_buffer.reshape([SIDE, SIDE]).store(dq)\n    fence_async_shared()\n"
 
 
@@ -195,19 +203,34 @@ MUTANTS = {
     "no wait for the next Q": (only(NEXT_Q), LONG_64, BOTH),
     "Q of no turn awaited": (only(NEXT_Q, NEXT_Q.replace("turn + 1 < turns", "True")), CAUSAL_64, BOTH),
     "no wait for dO": (only("        wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, PLAIN),
-    "no wait for dS": (only("wait_full(share_ring, before, SHARES)", "pass"), LONG, PLAIN),
+    "no wait for dS": (only("else:\n" + BEFORE + PRODUCT, "else:\n" + PRODUCT), LONG, PLAIN),
+    "no wait for dS, ahead": (only("is_async=True)\n" + BEFORE + PRODUCT, "is_async=True)\n" + PRODUCT), LONG, AHEAD),
+    "dS laid down before the last one is awaited": (
+        only("is_async=True)\n" + BEFORE + PRODUCT + STORE, "is_async=True)\n" + STORE + BEFORE + PRODUCT),
+        LONG,
+        AHEAD,
+    ),
     "dS of this turn": (only("before = turn + 3", "before = turn + 2"), LONG, PLAIN),
     "dS of one consumer is enough": (only("count=WRITERS", "count=1"), CAUSAL, PLAIN),
-    "dS given before the fence": (only(ADD + GIVE, GIVE + ADD), LONG, PLAIN),
-    "dS given before the fence, apart": (only("            fence_async_shared()\n" + GIVE, GIVE), LONG_64, APART),
+    "dS given before the fence": (only(ADD + DK, GIVE + ADD + DK[len(GIVE) :]), LONG, PLAIN),
+    "dS given before the fence, ahead": (only(ADD + GIVE + LAST_S, GIVE + ADD + LAST_S), LONG, AHEAD),
+    "dS given before dQ is done": (
+        only(DQ + ADD + GIVE + LAST_S, STORE + "                fence_async_shared()\n" + GIVE + DQ + ADD + LAST_S),
+        LONG,
+        AHEAD,
+    ),
+    "dS given before the fence, apart": (only("            fence_async_shared()\n" + GIVE[4:], GIVE[4:]), LONG_64, APART),
     "dQ not fenced": (only(FENCE, FENCE.splitlines()[0] + "\n"), LONG_64, APART),
     "dQ laid over the one before": (only("    store_wait(0)  # the sum before has left the buffer\n"), LONG, PLAIN),
     "no empty place for dS awaited": (only("            wait_empty(share_ring, turn, SHARES)\n"), LONG_64, APART),
     "dS released early": (only(SUM + FREE_SHARE, FREE_SHARE + SUM), LONG_64, APART),
     "dS never released": (only(SUM + FREE_SHARE, SUM), LONG_64, APART),
     "no dS awaited, apart": (only("        wait_full(share_ring, turn, SHARES)\n"), LONG_64, APART),
-    "Q released early": (only(DK + FREE_Q, "            pass\n" + FREE_Q + DK[4:]), LONG, PLAIN),
+    "Q released early": (only(DK + FREE_Q, FREE_Q + DK), LONG, PLAIN),
     "Q never released": (only(DK + FREE_Q, DK), LONG, PLAIN),
+    "Q released early, ahead": (only(DK_AHEAD + FREE_Q, FREE_Q + DK_AHEAD), LONG, AHEAD),
+    "Q released early, apart": (only(DK_APART + FREE_Q, DK_APART[:18] + FREE_Q + DK_APART[18:]), LONG_64, APART),
+    "Q released early, ahead and apart": (only(DK_BOTH + FREE_Q, FREE_Q + DK_BOTH), LONG_64, BOTH),
     "no empty Q awaited": (
         only(
             "line_source = line\n    i = buffer_of(turn, STAGES)\n    mbarrier.wait(empty.index(i), ",
@@ -237,8 +260,17 @@ MUTANTS = {
     # products
     "S awaited too late": (only("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"), CAUSAL, PLAIN),
     "dP awaited too late": (only("dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"), CAUSAL, PLAIN),
-    "dQ awaited too late": (only(DQ, DQ.replace("(1", "(2")), CAUSAL, PLAIN),
-    "dV and dK awaited too late": (only(DK + FREE_Q, DK.replace("(0", "(1") + FREE_Q), CAUSAL_64, APART),
+    "dQ awaited too late": (only(STORE + DQ, STORE + DQ.replace("(1", "(2")), CAUSAL, PLAIN),
+    "dQ awaited too late, ahead": (only(NEXT_S + DQ, NEXT_S + DQ.replace("(1", "(2")), CAUSAL, AHEAD),
+    "dK awaited too late": (only(DK + FREE_Q, DK.replace("(0", "(1") + FREE_Q), CAUSAL, PLAIN),
+    "dK awaited too late, ahead": (only(DK_AHEAD, DK_AHEAD.replace("S, d", "S + 1, d")), CAUSAL, AHEAD),
+    "dK awaited too late, apart": (only(DK_APART, DK_APART.replace("(0", "(1")), CAUSAL_64, APART),
+    "S awaited too late, ahead": (only(GIVE + LAST_S, GIVE + LAST_S.replace("(0", "(1")), CAUSAL, AHEAD),
+    "S of this turn for the next": (
+        only("q = q_buffers.index(buffer_of(turn + 1,", "q = q_buffers.index(buffer_of(turn,"),
+        LONG,
+        AHEAD,
+    ),
     "dQ of one consumer's keys": (only("use_acc=c > 0", "use_acc=False"), CAUSAL, PLAIN),
     "dQ of the first part": (only("[line, row + ROW, COLUMN]", "[line, row + ROW, 0]"), CAUSAL, PLAIN),
     "dQ of the first rows": (only("[line, row + ROW, COLUMN]", "[line, row, COLUMN]"), CAUSAL_64, WIDE),

@@ -60,7 +60,7 @@ class HopperBackwardTile(Tile):
 
 
 # Largest padded head dimension -> tile for a full mask or a window, and for a causal one.
-_TABLE = {64: ("64x128 s2 apart held g16", "64x128 s2 apart held g16"), 128: ("64x128 s2 g16", "64x128 s2 g16")}
+_TABLE = {64: ("64x128 s2 apart held g16", "64x128 s2 apart held g16"), 128: ("64x128 s2 ahead g16", "64x128 s2 ahead g16")}
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:

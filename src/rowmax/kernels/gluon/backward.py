@@ -17,8 +17,9 @@ Who waits for whom:
   product with those of turn t - 2 is done. Before the first turn there is no dS: what is multiplied then is added to rows
   before the first of the tensor, which TMA leaves out; a branch would cost more.
 * `APART`: a warpgroup of its own multiplies dQ, and the consumers have the registers of its sums for other things.
-* `AHEAD`: S of the next turn is multiplied at the end of this one. It is awaited there as well: a sum that is not, where a
-  loop goes round, makes ptxas put every product after the one before.
+* `AHEAD`: S of the next turn is multiplied at the end of this one, while dQ goes its way, and awaited there as well: a sum that
+  is in flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each
+  product is issued where those of an earlier one have become free.
 * `HELD`: K and V stay in the registers of their consumer. A product of 64 x 64 reads as much of either factor, and takes
   shared memory as long as the tensor cores: what does not come from there leaves room for the rest of the traffic.
 
@@ -254,6 +255,14 @@ def _scores(keys, queries, BUILD: gl.constexpr):
 
 
 @gluon.jit
+def _next_scores(k, q_buffers, q_ring, turn, turns, BUILD: gl.constexpr):
+    """S of the next turn, issued; behind the last one, of what lies in the buffer, and nobody looks at it."""
+    wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)
+    q = q_buffers.index(buffer_of(turn + 1, BUILD.STAGES)).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D])
+    return _scores(k, q, BUILD)
+
+
+@gluon.jit
 def _query_gradient(shares, k_buffers, turn, PART: gl.constexpr, BUILD: gl.constexpr):
     """64 rows and columns of dS^T K, issued and not awaited: one product for each consumer's keys."""
     ROW: gl.constexpr = PART // (BUILD.BLOCK_D // SIDE) * SIDE
@@ -348,32 +357,47 @@ def _consumer(
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = delta_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
         ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-        if not BUILD.APART:
-            before = turn + 3  # the turn before, two rounds later: not negative, and none is awaited in the first turn
-            wait_full(share_ring, before, SHARES)
-            dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
-        dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
+        before = turn + 3  # the turn before, two rounds later: not negative, and none is awaited in the first turn
         share = shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER)
         if BUILD.APART:
+            dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
             wait_empty(share_ring, turn, SHARES)
             share.store(ds)
             fence_async_shared()
             give(share_ring, turn, SHARES)
+            if BUILD.AHEAD:
+                dv = warpgroup_mma_wait(1, deps=[dv])
+                s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
+                dk = warpgroup_mma_wait(1, deps=[dk])
+                release(q_ring, turn, BUILD.STAGES)
+                s = warpgroup_mma_wait(0, deps=[s])
+            else:
+                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+                release(q_ring, turn, BUILD.STAGES)
         else:
-            share.store(ds)
-            dq = warpgroup_mma_wait(1, deps=[dq])
             last_row, last_line = preceding(row, line, turn, ranges, BUILD)
-            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
-            give(share_ring, turn, SHARES)
-        if BUILD.AHEAD:
-            dv = warpgroup_mma_wait(1, deps=[dv])  # S with both in flight: ptxas would put one after the other
-            wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)
-            after = q_buffers.index(buffer_of(turn + 1, BUILD.STAGES)).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D])
-            s = _scores(k, after, BUILD)
-            dk, s = warpgroup_mma_wait(0, deps=[dk, s])
-        else:
-            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        release(q_ring, turn, BUILD.STAGES)
+            if BUILD.AHEAD:
+                dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
+                wait_full(share_ring, before, SHARES)
+                dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
+                share.store(ds)
+                dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])
+                release(q_ring, turn, BUILD.STAGES)
+                s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
+                dq = warpgroup_mma_wait(1, deps=[dq])
+                _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+                give(share_ring, turn, SHARES)
+                s = warpgroup_mma_wait(0, deps=[s])
+            else:
+                wait_full(share_ring, before, SHARES)
+                dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
+                dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
+                share.store(ds)
+                dq = warpgroup_mma_wait(1, deps=[dq])
+                _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+                give(share_ring, turn, SHARES)
+                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+                release(q_ring, turn, BUILD.STAGES)
         row, line = following(row, line, ranges, BUILD)
     if not BUILD.APART:
         if turns > 0:
