@@ -1,8 +1,10 @@
 """What a stranger tried and found wrong: each stays right."""
 
+import copy
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -101,3 +103,28 @@ def test_a_pickled_problem_is_found_in_a_set_of_another_process():
     code = f"""import pickle; from rowmax import Problem
 p = pickle.loads({pickle.dumps(problem)!r}); print(p in {{Problem.parse('b1 h1 q8 k8 d8 fp32')}})"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
+
+
+def test_a_prepared_call_is_not_copied():
+    """Copied, it would go on to write into the tensors of the original."""
+    q = torch.randn(1, 8, 2, 16)
+    attend = rowmax.prepare(q, q, q)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="prepare the copies anew"):
+            copied(attend)
+
+
+def test_a_prepared_call_goes_with_its_last_reference():
+    attend = rowmax.prepare(*torch.randn(3, 1, 8, 2, 16))
+    attend()
+    gone = weakref.ref(attend)
+    del attend
+    assert gone() is None
+
+
+def test_lengths_of_one_side_alone_are_refused():
+    q, cu = torch.randn(1, 8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ProblemError, match=r"\[T, H, D\]|cu_seqlens_k came without cu_seqlens_q"):
+        rowmax.prepare(q, q, q, cu_seqlens_k=cu)
+    with pytest.raises(ProblemError, match="cu_seqlens_k came without cu_seqlens_q"):
+        rowmax.prepare(q[0], q[0], q[0], cu_seqlens_k=cu)

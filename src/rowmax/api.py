@@ -129,8 +129,8 @@ def prepare(
     Returns:
         A function without arguments. It computes what `attention` gives for what the tensors hold by then, without gradients
         and whatever autocast says, and returns the same tensors every time, overwritten: clone what must last. It keeps the
-        tensors and its outputs alive, and its calls must follow one another, as on one stream. The first one may compile
-        kernels.
+        tensors and its outputs alive, and must itself be kept as long as a CUDA graph that captured it is replayed. Its calls
+        must follow one another, as on one stream. The first one may compile kernels. It saves the host time on a GPU only.
 
     Raises:
         ProblemError, Unsupported: as `attention`; and if an input requires gradients, which the result cannot have.

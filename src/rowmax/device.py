@@ -32,7 +32,7 @@ class Device:
     def named(cls, name: str) -> "Device":
         """A device of the table, for plans without the hardware: `Device.named("H200")`."""
         try:
-            return _NAMED[name.lower()]
+            return _NAMED[name.lower().replace("nvidia", "").strip()]
         except KeyError:
             raise KeyError(f"no device '{name}'; known are {', '.join(sorted(_NAMED))}") from None
 

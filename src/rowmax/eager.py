@@ -35,13 +35,13 @@ class Prepared:
         with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode could not be written outside of it
             out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
             lse = torch.empty(lse_shape, dtype=self.problem.lse_dtype, device=q.device) if need_lse else None
-        self._written = [out] if lse is None else [out, lse]
+        self._written = written = [out] if lse is None else [out, lse]
         self._result = (out, lse) if return_lse else out
         if self.plan.algorithm in ON_CPU or _somebody_listens(q, k, v):
 
             def run():
                 with torch.no_grad():
-                    for result, made in zip(self._written, forward_below_autograd(need_lse, *call), strict=False):
+                    for result, made in zip(written, forward_below_autograd(need_lse, *call), strict=False):
                         result.copy_(made)
 
             self._run = run
@@ -53,6 +53,9 @@ class Prepared:
         self._run()
         torch._C._increment_version(self._written)  # a graph of autograd that saved them notices that they changed
         return self._result
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a prepared call is bound to its tensors and cannot be copied or pickled: prepare the copies anew")
 
     def __repr__(self) -> str:
         return f"<prepared '{self.problem}' by {self.plan}>"

@@ -203,9 +203,11 @@ class Problem:
             ProblemError: says what arrived, what is required and the fix.
         """
         q, k, v, cu_seqlens_q, _ = operands
-        _check_tensors(q, k, v, rank=4 if cu_seqlens_q is None else 3)
-        if cu_seqlens_q is not None:
+        if cu_seqlens_q is not None or operands.cu_seqlens_k is not None:
+            _check_tensors(q, k, v, rank=3)
             _check_cu_seqlens(operands)
+        else:
+            _check_tensors(q, k, v, rank=4)
         batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         call = (cls, q.shape, k.shape, v.shape, batch, q.dtype, left, right, scale, max_len_q, max_len_k, deterministic)
         try:
@@ -355,7 +357,8 @@ def _check_tensors(q, k, v, rank: int) -> None:
 def _check_cu_seqlens(operands: Operands) -> None:
     q, k, _, cu_seqlens_q, cu_seqlens_k = operands
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ProblemError("cu_seqlens_q came without cu_seqlens_k; a packed call needs both.")
+        there, missing = ("cu_seqlens_q", "cu_seqlens_k") if cu_seqlens_k is None else ("cu_seqlens_k", "cu_seqlens_q")
+        raise ProblemError(f"{there} came without {missing}; a packed call needs both.")
     for name, cu, tensor in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
         if cu.dtype not in (torch.int32, torch.int64):
             raise ProblemError(f"{name} must be int32 or int64; got {cu.dtype}. Convert it with .to(torch.int32).")

@@ -126,7 +126,8 @@ class _Hopper:
     def __call__(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> None:
         stream = self._forward.stream()
         key, memory = scratch.take(q, self._device_index, stream, self._size)
-        for launcher, arguments in self._launches(memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)[0]:
+        launches, _order = self._launches(memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        for launcher, arguments in launches:
             launcher.enqueue(stream, *arguments)
         scratch.give_back(key, memory)
 

@@ -1,9 +1,8 @@
 """Candidates on the CPU: torch's own flash operator where it covers the problem, the tiled algorithm elsewhere.
 
-Reasons give times in ms on two cores of a virtual AMD EPYC with AVX-512 bf16 (torch 2.13, b1 h8 q2048 k2048, 2026-11-29). Tiles
-tried there, bf16 d64 with both passes, causal / full: 256x8192 86 / 138, 256x16384 86 / 145; others in the forward, 256x4096
-27.5 / 44, 128x8192 28 / 46, 512x8192 36 / 42, beside 28 / 42 for 256x8192: smaller tiles spend more on starting operations,
-larger ones leave the caches and hide more of a causal mask.
+Reasons give times in ms on two cores of a virtual AMD EPYC with AVX-512 bf16 (torch 2.13, b1 h8 q2048 k2048, 2026-11-29):
+`benchmarks/results/amd-epyc-2026-11-29.json`. Smaller tiles spend more on starting operations, larger ones leave the caches and
+hide more of a causal mask.
 """
 
 from collections.abc import Callable
@@ -48,7 +47,7 @@ def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[
 
 def _aten_tiles(problem: Problem, device: Device, direction: str):
     # The tile serves the gradient of the LSE, which torch's operator does not take.
-    reason = "torch's operator is the faster in fp32 (d64 full, 2 cores: 56 ms, with the backward 202; in tiles 62 and 238)"
+    reason = "torch's operator is the faster in fp32 (d64 full, 2 cores: 53 ms, with the backward 194)"
     return (Tile(256, 8192),), reason
 
 
