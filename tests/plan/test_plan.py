@@ -1,11 +1,14 @@
 """The plan: which algorithm, and the reason for each that was passed over. No GPU and no Triton are needed to ask."""
 
+import itertools
 import pickle
 
 import pytest
 import torch
 
-from rowmax import Device, Plan, Problem, Unsupported, plan
+import rowmax
+from rowmax import Device, Plan, Problem, ProblemError, Unsupported, plan
+from rowmax.plan.hopper import SCHEDULES, HopperTile
 from rowmax.plan.tile import Tile
 
 DENSE = Problem.parse("b2 h8/2 q512 k512 d128 bf16 causal")
@@ -23,9 +26,61 @@ def test_plan_spelling(text):
     assert str(Plan.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "q_outer[", "q outer", "q_outer[ax3]", "q_outer[128x64 w8 s3"])
-def test_a_wrong_plan_spelling_is_a_value_error(text):
-    with pytest.raises(ValueError):  # noqa: PT011
+def test_every_tile_comes_back_from_its_spelling():
+    for sides, warps, stages, tma in itertools.product([(16, 256), (128, 64)], (1, 4, 16), (1, 8), (False, True)):
+        tile = Tile(*sides, warps, stages, tma)
+        assert Tile.parse(str(tile)) == Tile.parse(f"  {tile} ".replace(" ", "  ")) == tile
+    assert Tile.parse("1x16384") == Tile(1, 16384)
+    words = itertools.product((64, 192), (16, 256), (2, 8), (1, 2), (False, True), (False, True), SCHEDULES, (0, 1, 1024))
+    for block_m, block_n, stages, *others in words:
+        wide = HopperTile(block_m, block_n, 4, stages, False, *others)
+        assert HopperTile.parse(str(wide)) == wide
+    assert HopperTile.parse("128x64") == HopperTile(128, 64, 4, 2), "words left out have defaults"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "256", "axb", "x", "64x", "64x64x64", "-64x64", "64x64 w4", "64x64 s3", "64x64 s3 w4", "64x64 w0 s1"),
+        *("64x64 tma", "64x64 w4 s3 banana", "64x64 w4 s3 tma w8", "64x64 w4 s3 tma tma", "64x64 w4 w8 s3", "64x64 w s3"),
+        *("64x64w4 s3", "64x64 w4 s3 q1", "\u0666\u0664x64 w4 s3", "64x64 w\u00b2 s3", "64x64\nw4 s3", "1234567890x1"),
+    ],
+)
+def test_a_wrong_tile_teaches_its_spelling(text):
+    with pytest.raises(ProblemError, match=r"is no tile; examples: '128x64 w4 s3'"):
+        Tile.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "x", "128", "axb", "0x128", "128x0", "128x128 w4 s2", "128x128 s2 s3 q1 static", "128x128 s2 q1 static dynamic"),
+        *("128x128 s2 s3 q1 static dynamic", "128x128 q1 s2", "128x128 s2 lazy pingpong", "128x128 s2 q1 static banana"),
+        *("128x128 s2 q1 tma", "128x128 s q1", "128x128 s2 q1 static g8 g8", "128x128 s2 q1 backward", "128x12345678"),
+    ],
+)
+def test_a_wrong_tile_of_hopper_teaches_its_spelling(text):
+    with pytest.raises(ProblemError, match="an example: '128x128 s2 q1 pingpong static g32'"):
+        HopperTile.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "q_outer[", "q outer", "q_outer]", "q_outer[128x64 w8 s3", "q_outer 128x64 w8 s3"])
+def test_a_wrong_plan_teaches_its_spelling(text):
+    with pytest.raises(ProblemError, match=r"is no plan; an example: 'q_outer\[128x128 w8 s2\]'"):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("q_outer[]", "q_outer[ax3]", "q_outer[64x64 w4 s2,]", "q_outer[,64x64 w4 s2]", "tiled[256]", "hopper[]"),
+        *("hopper[64x64 w4 s2]", "hopper[, 64x64 w4 s2, 64x64 w4 s2]", "q_outer[128x128 s2 q1 static]"),
+        *("hopper[128x128 s2 q1 static, 128x128 s2 q1 static]", "hopper[128x128 s2 q1 static, 64x64 w4 s2 lazy]"),
+    ],
+)
+def test_a_plan_of_a_wrong_tile_names_the_tile(text):
+    """Behind the first tile are those of the backward, which are plain in each algorithm."""
+    with pytest.raises(ProblemError, match=r"is no tile.* examples?: "):
         Plan.parse(text)
 
 
@@ -81,6 +136,77 @@ def test_given_tiles_are_used_as_they_are():
     assert plan(DENSE, H200, prefer=text, direction="backward").tiles == (Tile(16, 32, 4, 2), Tile(32, 16, 4, 2))
     own = plan(DENSE, H200, direction="backward").tiles
     assert plan(DENSE, H200, prefer="q_outer[32x64 w4 s2]", direction="backward").tiles == own
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "device", "direction", "reason"),
+    [
+        ("q_outer[0x0 w4 s1]", DENSE, H200, "forward", "block sizes are powers of two from 16 to 256"),
+        ("q_outer[16x24 w4 s1]", DENSE, H200, "forward", "block sizes are powers of two from 16 to 256"),
+        ("q_outer[64x64]", DENSE, H200, "forward", "warps from 1 to 16"),
+        ("q_outer[64x64 w3 s1]", DENSE, H200, "forward", "warps from 1 to 16"),
+        ("q_outer[64x64 w4 s0]", DENSE, H200, "forward", "stages are 1 to 8"),
+        ("q_outer[128x128 w8 s5]", DENSE, H200, "forward", "bytes of shared memory"),
+        ("q_outer[128x128 w8 s3]", DENSE, Device.named("L4"), "forward", "101,376"),
+        ("q_outer[256x256 w4 s1]", DENSE, H200, "forward", "registers a thread"),
+        ("q_outer[64x64 w4 s2, 64x64 w4 s2, 16x8 w4 s1]", DENSE, H200, "backward", "16x8 w4 s1: block sizes"),
+        ("hopper[64x64 s2 q1 static, 64x64 w4 s2, 16x8 w4 s1]", DENSE, H200, "backward", "16x8 w4 s1: block sizes"),
+        ("hopper[192x256 s8 q2 static]", DENSE, H200, "forward", "a consumer has 160"),
+        ("hopper[128x128 s4 q1 static]", DENSE, H200, "forward", "bytes of shared memory"),
+        ("hopper[128x64 s9 q1 static]", DENSE, H200, "forward", "stages are 2 to 8"),
+        ("hopper[128x64 s2 q1 static g1025]", DENSE, H200, "forward", "groups at most 1024 MB"),
+        ("hopper[128x512 s2 q1 static]", DENSE, H200, "forward", "at most 256 columns"),
+        ("tiled[256x0]", DENSE, CPU, "forward", "256x0: sides are 1 and more"),
+        ("tiled[16x16, 0x16]", DENSE, CPU, "backward", "0x16: sides are 1 and more"),
+        ("tiled[16x16 w4 s1]", DENSE, CPU, "forward", "two sides and nothing else"),
+        ("aten[0x0]", Problem.parse("b1 h2 q64 k64 d64 fp32"), CPU, "forward", "sides are 1 and more"),
+    ],
+)
+def test_given_tiles_that_cannot_run_are_refused(text, problem, device, direction, reason):
+    with pytest.raises(Unsupported) as caught:
+        plan(problem, device, direction=direction, prefer=text)
+    algorithm = "q_outer" if direction == "backward" and device is H200 else text.split("[")[0]
+    assert reason in caught.value.refusals[algorithm]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("algorithm", "first", "other", "device", "right"),
+    [
+        ("q_outer", "64x64 w4 s2", "64x64 w4 s1", H200, (0, 2, 3)),
+        ("hopper", "128x128 s2 q1 static", "64x64 w4 s1", H200, (0, 2, 3)),
+        ("tiled", "16x32", "32x16", CPU, (0, 1, 2)),
+    ],
+)
+def test_as_many_tiles_are_given_as_are_used_or_the_forward_refuses_too(algorithm, first, other, device, right, direction):
+    for behind in range(5):
+        text = f"{algorithm}[{', '.join([first] + [other] * behind)}]"
+        if behind in right:
+            plan(DENSE, device, direction=direction, prefer=text)
+            continue
+        with pytest.raises(Unsupported, match="behind the tile of the forward") as caught:
+            plan(DENSE, device, direction=direction, prefer=text)
+        assert f"not {behind}" in caught.value.refusals[algorithm]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_tile_that_cannot_run_is_refused_in_its_own_direction_only(direction):
+    bad = "8x8 w4 s1"
+    forward, backward = f"q_outer[{bad}, 64x64 w4 s2, 64x64 w4 s2]", f"q_outer[64x64 w4 s2, {bad}, {bad}]"
+    right, wrong = (backward, forward) if direction == "forward" else (forward, backward)
+    assert plan(DENSE, H200, direction=direction, prefer=right).algorithm == "q_outer"
+    with pytest.raises(Unsupported):
+        plan(DENSE, H200, direction=direction, prefer=wrong)
+
+
+def test_attention_refuses_a_plan_before_it_computes():
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(Unsupported, match="256x0: sides are 1 and more"):
+        rowmax.attention(q, q, q, plan="tiled[256x0]")
+    with pytest.raises(Unsupported, match="takes 1 or 2 tiles, not 3"):
+        rowmax.attention(q, q, q, plan="tiled[4x4, 4x4, 4x4, 4x4]")
+    with pytest.raises(ProblemError, match="'4x4 banana' is no tile"):
+        rowmax.attention(q, q, q, plan="tiled[4x4 banana]")
 
 
 def test_rows_that_are_not_aligned_take_no_descriptors():

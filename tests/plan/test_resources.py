@@ -96,6 +96,24 @@ def test_every_tile_of_the_tables_fits(device, dims, words):
     assert seen >= 2
 
 
+def test_tiles_of_the_tests_run_in_tritons_interpreter():
+    """It has neither shared memory nor registers; what the kernels cannot be built with is refused there too."""
+    problem, here = of("d256 fp32"), Device.named("cpu")
+    for text in ("16x16 w4 s1", "16x32 w4 s2", "64x32 w4 s2"):
+        assert misfit(problem, here, "forward", "q_outer", (Tile.parse(text),)) is None
+        assert misfit(problem, here, "backward", "q_outer", (Tile.parse(text),) * 2) is None
+    assert "powers of two" in misfit(problem, here, "forward", "q_outer", (Tile(8, 8, 4, 1),))
+
+
+def test_tiles_of_another_algorithm_are_none_of_this_one():
+    plain, wide = Tile(64, 64, 4, 2), HopperTile.parse("128x128 s2 q1 static")
+    problem = of("d128 bf16")
+    assert "is no tile of hopper" in misfit(problem, H200, "forward", "hopper", (plain,))
+    assert "is no tile of q_outer" in misfit(problem, H200, "forward", "q_outer", (wide,))
+    for tile in (plain, wide):
+        assert "two sides and nothing else" in misfit(problem, Device.named("cpu"), "forward", "tiled", (tile,))
+
+
 def test_a_smaller_chip_refuses_what_a_larger_one_takes():
     problem, tiles = of("d128 bf16"), (Tile.parse("128x128 w8 s3"),)
     assert misfit(problem, H200, "forward", "q_outer", tiles) is None

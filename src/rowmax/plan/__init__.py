@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Optional
 
 from rowmax.device import Device
-from rowmax.errors import Unsupported
+from rowmax.errors import ProblemError, Unsupported
 from rowmax.plan import cpu, hopper, portable, resources, tuned
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
@@ -27,7 +27,7 @@ class Plan:
     """Attributes:
     algorithm: a name in `CANDIDATES`.
     tiles: forward: one; backward: the tile of the dQ kernel, then that of the dK/dV kernel, or one for dK and one for dV,
-        which then run apart (CPU: one).
+        which then run apart (CPU: one, for all).
     reason: why this candidate and these tiles, with the measurement where there is one.
     refusals: `(candidate, reason)` for each candidate that was passed over.
     """
@@ -42,13 +42,19 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """`q_outer` (tiles chosen by the plan) or `q_outer[128x128 w8 s2 tma]` (as given)."""
+        """`q_outer` (tiles chosen by the plan) or `q_outer[128x128 w8 s2 tma]` (as given).
+
+        Raises:
+            ProblemError: it is spelled otherwise. Whether the tiles can run only `plan` can tell.
+        """
         match = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text.strip())
         if match is None:
-            raise ValueError(f"'{text}' is no plan; an example: 'q_outer[128x128 w8 s2]'")
-        first, *others = match[2].split(",") if match[2] else ("",)
+            raise ProblemError(f"'{text}' is no plan; an example: 'q_outer[128x128 w8 s2]'")
+        if match[2] is None:
+            return cls(match[1])
+        first, *others = match[2].split(",")
         parse = hopper.HopperTile.parse if match[1] == "hopper" else Tile.parse
-        return cls(match[1], (parse(first), *map(Tile.parse, others)) if first else ())
+        return cls(match[1], (parse(first), *map(Tile.parse, others)))  # those of the backward are plain in each
 
 
 class _Wanted(NamedTuple):
@@ -64,20 +70,20 @@ def plan(problem: Problem, device: Device, *, direction: Direction = "forward", 
 
     Args:
         prefer: "" for the best candidate; an algorithm's name; or a whole plan's spelling, whose tiles are then used as they
-            are: the first for the forward, the others for the backward (see `Plan.tiles`). With either nothing tuned is taken.
+            are, or refused: the first for the forward, the others, where there are any, for the backward (see `Plan.tiles`).
+            With either nothing tuned is taken.
         aligned: rows of every tensor start at multiples of 16 bytes, as TMA descriptors require.
 
     Raises:
-        Unsupported: no candidate, or not the preferred one, can run it; lists every candidate's reason.
+        ProblemError: `prefer` is no spelling of a plan.
+        Unsupported: no candidate, or not the preferred one, or not with its tiles, can run it; lists every candidate's reason.
     """
     entry, why_not = (None, "") if prefer else tuned.find(problem, device, direction)
     if entry is not None:
         try:
             tiles = Plan.parse(f"{entry.algorithm}[{', '.join(entry.tiles)}]").tiles
-            why_not = resources.misfit(problem, device, direction, entry.algorithm, tiles) or ""
-            if not why_not:
-                wanted = _Wanted(entry.algorithm, tiles, entry.reason(device), "was tuned for this problem")
-                return _choose(problem, device, direction, aligned, wanted)
+            wanted = _Wanted(entry.algorithm, tiles, entry.reason(device), "was tuned for this problem")
+            return _choose(problem, device, direction, aligned, wanted)
         except ValueError as error:
             why_not = str(error)
         except Unsupported as error:
@@ -95,7 +101,9 @@ def by_table(
     wanted = Plan.parse(prefer)
     forward = direction == "forward"
     algorithm = wanted.algorithm if forward else BACKWARD_OF.get(wanted.algorithm, wanted.algorithm)
-    tiles = wanted.tiles[:1] if forward else wanted.tiles[1:]
+    tiles, behind = wanted.tiles[:1] if forward else wanted.tiles[1:], len(wanted.tiles[1:])
+    if behind and (reason := resources.miscount("backward", wanted.algorithm, behind)):  # in the forward, before it is too late
+        raise Unsupported(f"'{prefer}': behind the tile of the forward are those of the backward", {wanted.algorithm: reason})
     return _choose(problem, device, direction, aligned, _Wanted(algorithm, tiles, "tiles as asked for", "was asked for"))
 
 
@@ -116,6 +124,8 @@ def _choose(problem: Problem, device: Device, direction: Direction, aligned: boo
             reason = f"{wanted.algorithm} {wanted.by}"
         if not reason and name == "hopper":
             reason = hopper.UNALIGNED if not aligned else None if wanted else hopper.passes_over(problem)
+        if not reason and wanted and wanted.tiles:
+            reason = resources.misfit(problem, device, direction, name, wanted.tiles)
         if reason:
             refusals[name] = reason
             continue

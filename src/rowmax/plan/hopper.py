@@ -12,6 +12,7 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
+from rowmax.errors import ProblemError
 from rowmax.mask import Band
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
@@ -21,7 +22,10 @@ SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 1024  # bytes, and more than are needed
 LEAST_QUERIES = 384  # that make up for its longer begin
 SCHEDULES = ("static", "dynamic")
-WORDS = ("pingpong", "lazy", *SCHEDULES)
+_SPELLING = re.compile(
+    r"([0-9]{1,4})x([0-9]{1,4})(?: +s([0-9]{1,2}))?(?: +q([0-9]{1,2}))?"
+    rf"( +pingpong)?( +lazy)?(?: +({'|'.join(SCHEDULES)}))?(?: +g([0-9]{{1,4}}))?"
+)
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
 
@@ -65,20 +69,18 @@ class HopperTile(Tile):
     @classmethod
     def parse(cls, text: str) -> "HopperTile":
         """The inverse of `str`: `128x128 s2 q1 pingpong static g32`."""
-        size, *words = text.split()
-        block_m, block_n = map(int, size.split("x"))
-        number = {word[0]: int(word[1:]) for word in words if re.fullmatch(r"[sqg]\d+", word)}
-        schedule = next((word for word in words if word in SCHEDULES), "static")
-        unknown = [word for word in words if not re.fullmatch(r"[sqg]\d+", word) and word not in WORDS]
-        if unknown or block_m not in (64, 128, 192) or block_n < 16 or block_n & (block_n - 1):
-            raise ValueError(
+        match = _SPELLING.fullmatch(text.strip())
+        block_m, block_n = (int(match[1]), int(match[2])) if match else (0, 0)
+        if match is None or block_m not in (64, 128, 192) or block_n < 16 or block_n & (block_n - 1):
+            raise ProblemError(
                 f"'{text}' is no tile of this kernel; an example: '128x128 s2 q1 pingpong static g32': 64, 128 or 192 rows, "
-                f"a power of two of columns, and of {', '.join(SCHEDULES)} one"
+                f"a power of two of columns, and of {', '.join(SCHEDULES)} one; words in this order, each once"
             )
-        stages, q_stages, group_mb = number.get("s", 2), number.get("q", 1), number.get("g", 0)
+        stages, q_stages, group_mb = int(match[3] or 2), int(match[4] or 1), int(match[8] or 0)
         if stages < 2 or not 1 <= q_stages <= 2:  # with one stage the next K would wait for V, and V for the step that needs K
-            raise ValueError(f"'{text}': stages are 2 and more, those of Q 1 or 2")
-        return cls(block_m, block_n, 4, stages, False, q_stages, "pingpong" in words, "lazy" in words, schedule, group_mb)
+            raise ProblemError(f"'{text}': stages are 2 and more, those of Q 1 or 2")
+        pingpong, lazy, schedule = match[5] is not None, match[6] is not None, match[7] or "static"
+        return cls(block_m, block_n, 4, stages, False, q_stages, pingpong, lazy, schedule, group_mb)
 
 
 # Largest padded head dimension -> tile for a full mask or a window, and for a causal one, and what they reached (TFLOP/s, bf16,

@@ -17,24 +17,33 @@ from rowmax.problem import Problem
 
 KERNELS = {("forward", 1): ("forward",), ("backward", 2): ("dq", "dkdv"), ("backward", 3): ("dq", "dk", "dv")}
 REGISTERS = 255  # of a thread
+ON_CPU = ("aten", "tiled")  # a backward has one tile; a second, as the kernels' plans have it, goes unused
 ADDRESSES = 24  # registers of a consumer for all that is no tile: with less the prototype spilled
 
 
 def misfit(problem: Problem, device: Device, direction: str, algorithm: str, tiles: tuple[Tile, ...]) -> Optional[str]:
     """Why these tiles are none that `algorithm` can run the problem with, or None. Says nothing about speed."""
-    kernels = KERNELS.get((direction, len(tiles)))
-    if kernels is None:
-        return f"a {direction} takes {'one tile' if direction == 'forward' else 'two tiles or three'}, not {len(tiles)}"
-    for kernel, tile in zip(kernels, tiles, strict=True):
+    if found := miscount(direction, algorithm, len(tiles)):
+        return found
+    if algorithm in ON_CPU:
+        return next((f"{tile}: {found}" for tile in tiles if (found := _misfit_of_cpu(tile))), None)
+    for kernel, tile in zip(KERNELS[direction, len(tiles)], tiles, strict=True):
         if isinstance(tile, HopperTile) != (algorithm == "hopper"):
             return f"{tile} is no tile of {algorithm}"
-        found = _misfit_of_hopper(problem, tile) if isinstance(tile, HopperTile) else _misfit_of_portable(problem, kernel, tile)
+        found = _misfit_of_hopper(tile) if isinstance(tile, HopperTile) else _misfit_of_portable(tile)
+        if not found and device.kind != "cpu":  # Triton's interpreter has neither registers nor shared memory
+            found = _too_large(problem, device, kernel, tile)
         if found:
             return f"{tile}: {found}"
-        needs = shared_bytes(problem, device, kernel, tile)
-        if needs > device.shared_bytes:
-            return f"{tile}: needs {needs:,} bytes of shared memory; a block may take {device.shared_bytes:,}"
     return None
+
+
+def miscount(direction: str, algorithm: str, number: int) -> Optional[str]:
+    """Why no plan of `algorithm` has that many tiles for one direction, or None."""
+    numbers = (1,) if direction == "forward" else (1, 2) if algorithm in ON_CPU else (2, 3)
+    if number in numbers:
+        return None
+    return f"a {direction} takes {'one tile' if numbers == (1,) else '{} or {} tiles'.format(*numbers)}, not {number}"
 
 
 def shared_bytes(problem: Problem, device: Device, kernel: str, tile: Tile) -> int:
@@ -67,23 +76,34 @@ def registers(problem: Problem, kernel: str, tile: Tile) -> int:
     return held // (32 * tile.warps)
 
 
-def _misfit_of_portable(problem: Problem, kernel: str, tile: Tile) -> Optional[str]:
+def _misfit_of_cpu(tile: Tile) -> Optional[str]:
+    if type(tile) is not Tile or tile != Tile(tile.block_m, tile.block_n):
+        return "a tile on the CPU has two sides and nothing else: '256x8192'"
+    return "sides are 1 and more" if min(tile.block_m, tile.block_n) < 1 else None
+
+
+def _misfit_of_portable(tile: Tile) -> Optional[str]:
     sides = (tile.block_m, tile.block_n)
     if any(side not in (16, 32, 64, 128, 256) for side in sides) or tile.warps not in (1, 2, 4, 8, 16):
         return "block sizes are powers of two from 16 to 256, warps from 1 to 16"
-    if not 1 <= tile.stages <= 8:
-        return "stages are 1 to 8"
-    needs = registers(problem, kernel, tile)
-    return f"needs {needs} registers a thread" if needs > REGISTERS else None
+    return None if 1 <= tile.stages <= 8 else "stages are 1 to 8"
 
 
-def _misfit_of_hopper(problem: Problem, tile: HopperTile) -> Optional[str]:
+def _misfit_of_hopper(tile: HopperTile) -> Optional[str]:
     if not (2 <= tile.stages <= 8 and 1 <= tile.q_stages <= 2 and 0 <= tile.group_mb <= 1024):
         return "stages are 2 to 8, those of Q 1 or 2, groups at most 1024 MB"
-    if tile.block_n > 256:
-        return "has at most 256 columns"
-    has, needs = tile.registers()[0], registers(problem, "forward", tile)
-    return f"needs {needs} registers a thread; a consumer has {has}" if needs > has else None
+    return "has at most 256 columns" if tile.block_n > 256 else None
+
+
+def _too_large(problem: Problem, device: Device, kernel: str, tile: Tile) -> Optional[str]:
+    who, has = ("consumer", tile.registers()[0]) if isinstance(tile, HopperTile) else ("thread", REGISTERS)
+    needs = registers(problem, kernel, tile)
+    if needs > has:
+        return f"needs {needs} registers a thread; a {who} has {has}"
+    needs = shared_bytes(problem, device, kernel, tile)
+    if needs > device.shared_bytes:
+        return f"needs {needs:,} bytes of shared memory; a block may take {device.shared_bytes:,}"
+    return None
 
 
 def _padded(dim: int) -> int:

@@ -3,9 +3,13 @@
 The kernels compute the same three ranges on the device with `kernels/tile_ops.py`; tests compare the two.
 """
 
+import re
 from dataclasses import dataclass
 
+from rowmax.errors import ProblemError
 from rowmax.mask import Band, end_key, first_key
+
+_SPELLING = re.compile(r"([0-9]{1,9})x([0-9]{1,9})(?: +w([1-9][0-9]?) +s([0-9]{1,2})( +tma)?)?")
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,12 @@ class Tile:
 
     @classmethod
     def parse(cls, text: str) -> "Tile":
-        """The inverse of `str`: `128x128 w8 s2 tma`."""
-        size, *words = text.split()
-        block_m, block_n = size.split("x")
-        number = {word[0]: int(word[1:]) for word in words if word[1:].isdigit()}
-        return cls(int(block_m), int(block_n), number.get("w", 0), number.get("s", 0), "tma" in words)
+        """The inverse of `str`: `128x128 w8 s2 tma`, or `256x8192` on a CPU. Says nothing about which of them run."""
+        match = _SPELLING.fullmatch(text.strip())
+        if match is None:
+            raise ProblemError(f"'{text}' is no tile; examples: '128x64 w4 s3' or '128x64 w4 s3 tma', on a CPU '256x8192'")
+        block_m, block_n, warps, stages = (int(number or 0) for number in match.groups()[:4])
+        return cls(block_m, block_n, warps, stages, match[5] is not None)
 
 
 def key_ranges(row: int, rows: int, len_q: int, len_k: int, block_n: int, band: Band) -> tuple[int, int, int, int]:
