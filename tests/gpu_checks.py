@@ -239,7 +239,7 @@ def kept_launches_give_what_new_ones_give():
 
 def forward_plans():
     """The plan's own, and those of the Hopper forward where it runs, with each way of handing out tiles."""
-    hopper = [f"hopper[128x64 s2 q1 {schedule}]" for schedule in ("grid", "static", "dynamic")]
+    hopper = [f"hopper[128x64 s2 q1 {schedule}]" for schedule in ("static", "dynamic")]
     return ["", *(hopper if torch.cuda.get_device_capability() == (9, 0) else [])]
 
 
