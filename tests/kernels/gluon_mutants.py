@@ -304,8 +304,8 @@ MUTANTS = {
     ),
     "columns of a thread mixed up": (
         only(
-            "own = col + 2 * _along(4, LAYOUT, 2) + _along(2, LAYOUT, 3)",
-            "own = col + _along(4, LAYOUT, 2) + 4 * _along(2, LAYOUT, 3)",
+            "own = col + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)",
+            "own = col + along(4, LAYOUT, 2) + 4 * along(2, LAYOUT, 3)",
         ),
         CAUSAL,
         STATIC,

@@ -426,11 +426,11 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
-def sources(*mutants: tuple[str, str]) -> list:
+def sources(*mutants: tuple[str, str], kernel: str = "forward") -> list:
     """Functions and constants of the kernel and its helpers as code, after replacements of text that is there once."""
     mask = importlib.import_module("rowmax.mask")
-    ring, forward = (importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("ring", "forward"))
-    modules = (mask, tile_ops, address, ring, forward)
+    own = (importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("index", "ring", kernel))
+    modules = (mask, tile_ops, address, *own)
     texts = [inspect.getsource(module) for module in modules]
     for old, new in mutants:
         count = sum(text.count(old) for text in texts)

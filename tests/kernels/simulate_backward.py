@@ -4,9 +4,6 @@
 * products of what was written to shared memory without a fence are an error.
 """
 
-import ast
-import importlib
-import inspect
 import random
 import types
 
@@ -15,7 +12,7 @@ import torch
 from simulate import Machine, Pointer, Shared, Wrong
 
 from rowmax import testing
-from rowmax.kernels import address, backward_launch, launch, tile_ops
+from rowmax.kernels import backward_launch, launch
 from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.problem import Operands, Problem
 
@@ -81,26 +78,6 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     return {**names, "warpgroup_mma": own_multiply, "tma_add": tma_add, **layouts}
 
 
-def sources(*mutants: tuple[str, str]) -> list:
-    """As `simulate.sources`, of the backward."""
-    names = ("rowmax.mask", "rowmax.kernels.gluon.ring", "rowmax.kernels.gluon.backward")
-    mask, ring, backward = map(importlib.import_module, names)
-    modules = (mask, tile_ops, address, ring, backward)
-    texts = [inspect.getsource(module) for module in modules]
-    for old, new in mutants:
-        count = sum(text.count(old) for text in texts)
-        if count != 1:
-            raise ValueError(f"the text to replace is there {count} times: {old}")
-        texts = [text.replace(old, new) for text in texts]
-    found = []
-    for module, text in zip(modules, texts, strict=True):
-        tree = simulate._Plain().visit(ast.parse("from __future__ import annotations\n" + text))
-        tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) or simulate._constant(node)]
-        tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
-        found.append(compile(ast.fix_missing_locations(tree), module.__name__, "exec"))
-    return found
-
-
 def backward(
     problem: Problem, operands: Operands, tile: HopperBackwardTile, out, lse, grad_out, grad_lse=None, *, seed=0, late=False,
     mutants=(), repair=True,
@@ -120,7 +97,7 @@ def backward(
     arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
     suspect = call.tensors[11]
-    code = sources(*mutants)
+    code = simulate.sources(*mutants, kernel="backward")
     for program in random.Random(seed).sample(range(call.programs), call.programs):
         names = language(Machine(seed + program, late), program, call.programs)
         for part in code:

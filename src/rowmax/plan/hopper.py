@@ -99,7 +99,7 @@ _SHORT, _SHORT_64 = 1024, "128x128 s4 q2 pingpong lazy dynamic g16"
 
 
 @lru_cache(maxsize=1)
-def _triton() -> str:
+def triton_version() -> str:
     """Its version, without importing it; "" if it is not installed."""
     try:
         return metadata.version("triton")
@@ -118,7 +118,7 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"takes fp16 and bf16, not {problem.dtype_name}"
     if problem.dim_qk % 8 or problem.dim_v % 8:
         return f"TMA takes rows that are multiples of 16 bytes; dims {problem.dim_qk} and {problem.dim_v} are not"
-    version = _triton()
+    version = triton_version()
     if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
     return None

@@ -22,11 +22,11 @@ import os
 import warnings
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional
 
 from rowmax.device import Device
+from rowmax.plan.hopper import triton_version
 from rowmax.problem import Problem
 
 VARIABLE = "ROWMAX_TUNED"
@@ -173,15 +173,6 @@ def _devices() -> dict:
 def forget() -> None:
     """Read the file again at the next question."""
     _devices.cache_clear()
-
-
-@lru_cache(maxsize=1)
-def triton_version() -> str:
-    """Without importing it; "" if it is not installed."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 @lru_cache(maxsize=1)

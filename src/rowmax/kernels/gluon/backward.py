@@ -34,8 +34,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from rowmax.kernels.address import extent, find_sequence
+from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
-    axis_layout,
     column_layout,
     key_layout,
     line_layout,
@@ -214,23 +214,13 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
 
 
 @gluon.jit
-def _along(count, LAYOUT: gl.constexpr, AXIS: gl.constexpr):
-    """0, 1, ... along one of four axes."""
-    numbers = gl.arange(0, count, layout=axis_layout(LAYOUT, AXIS))
-    for axis in gl.static_range(4):
-        if axis != AXIS:
-            numbers = gl.expand_dims(numbers, axis)
-    return numbers
-
-
-@gluon.jit
 def _hide(p, row, col, len_q, len_k, band):
     """0 where a query does not see a key. Queries are 8 i + 2 t + e; a thread has every i: constants to compare with."""
     parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
-    cols = col + _along(p.shape[0], LAYOUT, 0)
-    eights = 8 * _along(parts.shape[1], LAYOUT, 1)
-    own = row + 2 * _along(4, LAYOUT, 2) + _along(2, LAYOUT, 3)
+    cols = col + along(p.shape[0], LAYOUT, 0)
+    eights = 8 * along(parts.shape[1], LAYOUT, 1)
+    own = row + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
     end = gl.minimum(end_query(cols, len_k - len_q, len_q, band), len_q)
     seen = eights < gl.where(cols < len_k, end, 0) - own
     if band.right is not None:

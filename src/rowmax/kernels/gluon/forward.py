@@ -36,8 +36,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from rowmax.kernels.address import extent
+from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
-    axis_layout,
     column_layout,
     number_layout,
     out_layout,
@@ -285,23 +285,13 @@ def finish(m, l, scale_log2):
 
 
 @gluon.jit
-def _along(count, LAYOUT: gl.constexpr, AXIS: gl.constexpr):
-    """0, 1, ... along one of four axes."""
-    numbers = gl.arange(0, count, layout=axis_layout(LAYOUT, AXIS))
-    for axis in gl.static_range(4):
-        if axis != AXIS:
-            numbers = gl.expand_dims(numbers, axis)
-    return numbers
-
-
-@gluon.jit
 def _mask(s, row, col, len_k, shift, band):
     """-inf where a key is not visible. A column is 8 i + 2 t + e, of which a thread has every i: constants to compare with."""
     parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
-    rows = row + _along(s.shape[0], LAYOUT, 0)
-    eights = 8 * _along(parts.shape[1], LAYOUT, 1)
-    own = col + 2 * _along(4, LAYOUT, 2) + _along(2, LAYOUT, 3)
+    rows = row + along(s.shape[0], LAYOUT, 0)
+    eights = 8 * along(parts.shape[1], LAYOUT, 1)
+    own = col + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
     seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own
     if band.left is not None:
         seen = seen & (eights >= first_key(rows, shift, band) - own)
