@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 DEVICE = "cuda"
+LARGE = 3  # of the large cases at once, for their memory
 
 
 class Result(NamedTuple):
@@ -59,19 +61,21 @@ def run_case(job: tuple[int, str, bool]) -> Result:
 def run_cases(
     workers: int = 0, families: tuple[str, ...] = (), backend: str = "q_outer", backward: bool = True
 ) -> Iterator[Result]:
-    """Small cases in `workers` processes (0: as many as there are CPU cores, up to 14), large ones meanwhile in this one."""
+    """Small cases in `workers` processes (0: as many as there are CPU cores, up to 14), large ones meanwhile in LARGE others."""
     import cases
 
     workers = workers or min(os.cpu_count() or 1, 14)
     chosen = [i for i, case in enumerate(cases.CASES) if not families or case.family in families]
-    small = [(i, backend, backward) for i in chosen if not cases.CASES[i].large]
+    context = multiprocessing.get_context("spawn")
     # Neighbours in the list share builds of kernels; handing out in turn spreads the builds over the processes.
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        waiting = pool.imap_unordered(run_case, small)
-        for index in chosen:
-            if cases.CASES[index].large:
-                yield run_case((index, backend, backward))
-        yield from waiting
+    with ProcessPoolExecutor(workers, context) as small, ProcessPoolExecutor(LARGE, context) as large:
+        pools = {True: large, False: small}
+        jobs = [pools[cases.CASES[i].large].submit(run_case, (i, backend, backward)) for i in chosen]
+        try:
+            yield from (job.result() for job in as_completed(jobs))
+        finally:  # what has not begun does not begin
+            for pool in pools.values():
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def summary(results: list[Result]) -> dict:
