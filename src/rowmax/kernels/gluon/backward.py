@@ -15,7 +15,8 @@ Who waits for whom:
   the others, and the tensor cores have work during the exponentials: dP of this turn and dQ of the last one. A consumer's dS of
   turn t goes where that of turn t - 2 was: it has seen all dS of turn t - 1, and each consumer gives its own only when its
   product with those of turn t - 2 is done. Before the first turn there is no dS: what is multiplied then is added to rows
-  before the first of the tensor, which TMA leaves out; a branch would cost more.
+  past the end of the tensor, which TMA leaves out; a branch would cost more. (Rows before the first it does not leave out:
+  adding there is an illegal instruction.)
 * `APART`: a warpgroup of its own multiplies dQ, and the consumers have the registers of its sums for other things.
 * `AHEAD`: S of the next turn is multiplied at the end of this one, while dQ goes its way, and awaited there as well: a sum that
   is in flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each
@@ -65,6 +66,7 @@ from rowmax.kernels.tile_ops import end_query, first_query, query_ranges
 
 KEYS = gl.constexpr(64)  # of a consumer
 SIDE = gl.constexpr(64)  # rows and columns of dQ that are added at once
+NOWHERE = gl.constexpr(0x40000000)  # a row past the end of every tensor
 SHARES = gl.constexpr(2)  # turns whose dS are in shared memory
 # What is not needed in every turn: in shared memory instead of registers.
 COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q = map(gl.constexpr, range(8))
@@ -164,13 +166,13 @@ def following(row, line, ranges, BUILD: gl.constexpr):
 
 @gluon.jit
 def preceding(row, line, turn, ranges, BUILD: gl.constexpr):
-    """Of the turn before; of the first turn, rows before the first of all."""
+    """Of the turn before; of the first turn, rows past the last of all."""
     _turns, start, final, _full, _full_end = ranges
     before = row - BUILD.BLOCK_M
     if BUILD.GROUP > 1:
         before = gl.where(row == start, final, before)
         line = gl.where(row == start, line - 1, line)
-    return gl.where(turn == 0, -BUILD.BLOCK_M, before), gl.where(turn == 0, 0, line)
+    return gl.where(turn == 0, NOWHERE, before), gl.where(turn == 0, 0, line)
 
 
 @gluon.jit
