@@ -67,7 +67,7 @@ def _rowmax(problem: Problem, operands: Operands, plan: str) -> Forward:
     }
     if not problem.packed:
         return lambda q, k, v: rowmax.attention(q, k, v, **common)
-    _, _, _, cu_q, cu_k = operands
+    cu_q, cu_k = operands[3:5]
     common |= {"max_seqlen_q": problem.max_len_q, "max_seqlen_k": problem.max_len_k}
     return lambda q, k, v: rowmax.attention_varlen(q, k, v, cu_q, cu_k, **common)
 

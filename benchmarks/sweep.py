@@ -134,7 +134,7 @@ def prepare(problem: Problem, which: str, device: torch.device, seed: int):
         return operands, grad_out, None, None
     common = {"window": tuple(problem.band), "scale": problem.scale, "return_lse": True}
     if problem.packed:
-        out, lse = rowmax.attention_varlen(*operands, **common)
+        out, lse = rowmax.attention_varlen(*operands[:5], **common)
     else:
         out, lse = rowmax.attention(*operands[:3], **common)
     return operands, grad_out, out, lse

@@ -226,9 +226,9 @@ def kept_launches_give_what_new_ones_give():
                 problem, operands, _ = prepared(text, layout=layout, seed=seed)
                 left, right = problem.band
                 numbers = (problem.max_len_q, problem.max_len_k, None, left, right, False, "")
-                described, _, plan = ops.plan_forward(*operands, *numbers)
+                described, _, plan = ops.plan_forward(*operands[:5], *numbers)
                 want = ops.kernels().Forward(described, plan, True)(*operands)
-                results = [torch.ops.rowmax.forward(True, *operands, *numbers)]
+                results = [torch.ops.rowmax.forward(True, *operands[:5], *numbers)]
                 with torch.cuda.stream(torch.cuda.Stream()):
                     torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
                     results.append(testing.attend(problem, operands))
@@ -249,7 +249,7 @@ def rowmax_prepare_gives_what_attention_gives():
     for plan in forward_plans():
         for text in ("b2 h4/2 q300 k330 d64 bf16 causal", "b3 h4/2 q300 k300 d128 fp16 packed causal"):
             problem, operands, _ = prepared(text)
-            q, k, v, cu_q, cu_k = operands
+            q, k, v, cu_q, cu_k = operands[:5]
             options = {"causal": True, "return_lse": True, "plan": plan or None}
             attend = rowmax.prepare(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
             graph = torch.cuda.CUDAGraph()

@@ -27,7 +27,7 @@ PROBLEMS = {
 def arguments(problem, operands):
     """What both operators take last."""
     left, right = problem.band
-    return (*operands, problem.max_len_q, problem.max_len_k, problem.scale, left, right, problem.deterministic, "")
+    return (*operands[:5], problem.max_len_q, problem.max_len_k, problem.scale, left, right, problem.deterministic, "")
 
 
 @pytest.mark.parametrize("need_lse", [True, False])
@@ -122,7 +122,7 @@ def test_compile_packed_makes_one_graph_for_many_batches():
     for seed, (batch, total) in enumerate(((3, 20), (4, 27), (5, 40), (2, 33))):
         problem = Problem.parse(f"b{batch} h4/2 q{total} k{total} d16 fp32 packed")
         operands = testing.operands(problem, seed=seed)
-        torch.testing.assert_close(compiled(*operands), packed_step(*operands))
+        torch.testing.assert_close(compiled(*operands[:5]), packed_step(*operands[:5]))
     assert counter.frame_count <= 2
 
 

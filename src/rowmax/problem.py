@@ -23,6 +23,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIN_DIM, MAX_DIM = 1, 256
 MAX_SCALE = 1e38  # times log2(e) it is still a finite fp32 number
+ALIBI = {"": "", "head": "alibi", "batch": "alibi(batch)"}  # slopes of what -> its spelling
 
 
 class Operands(NamedTuple):
@@ -33,6 +34,8 @@ class Operands(NamedTuple):
     v: torch.Tensor
     cu_seqlens_q: Optional[torch.Tensor] = None
     cu_seqlens_k: Optional[torch.Tensor] = None
+    slopes: Optional[torch.Tensor] = None  # of ALiBi, `[H]` or `[B, H]`, in the LSE's type
+    sink: Optional[torch.Tensor] = None  # one logit a query head, `[H]`, in the LSE's type
 
 
 def aligned(*tensors: Optional[torch.Tensor]) -> bool:
@@ -62,6 +65,9 @@ class Problem:
         packed: sequences of different lengths stored one after another.
         max_len_q, max_len_k: hints for the plan of a packed problem. A wrong hint costs time, never correctness.
         deterministic: the backward must be bitwise repeatable.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
+        alibi: a bias of `-slope * |i + shift - j|`, with slopes for each "head" or for each head of each "batch"; "" is none.
+        sink: every head has one more logit, in the denominator and the LSE, that no value belongs to.
     """
 
     batch: int
@@ -78,6 +84,9 @@ class Problem:
     max_len_q: Optional[int] = None
     max_len_k: Optional[int] = None
     deterministic: bool = False
+    softcap: float = 0.0
+    alibi: str = ""
+    sink: bool = False
 
     def __post_init__(self):
         if self.scale != self.scale and self.dim_qk > 0:
@@ -92,6 +101,10 @@ class Problem:
                 raise ProblemError(f"{name} must be in {MIN_DIM}..{MAX_DIM}; got {dim} with heads_q={self.heads_q}.")
         if not abs(self.scale) <= MAX_SCALE:
             raise ProblemError(f"scale must be a finite number, at most {MAX_SCALE:g} in size; got {self.scale}.")
+        if not 0 <= self.softcap <= MAX_SCALE:
+            raise ProblemError(f"softcap must be a positive number, at most {MAX_SCALE:g}, or 0 for none; got {self.softcap}.")
+        if self.alibi not in ALIBI:
+            raise ProblemError(f"alibi must be one of {', '.join(map(repr, ALIBI))}; got {self.alibi!r}.")
         if self.dtype not in DTYPE_NAMES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
 
@@ -109,6 +122,11 @@ class Problem:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads_q // self.heads_k
+
+    @property
+    def plain(self) -> bool:
+        """Nothing happens to scores but the scale, the band and the softmax."""
+        return not (self.softcap or self.alibi or self.sink)
 
     @property
     def dtype_name(self) -> str:
@@ -142,6 +160,12 @@ class Problem:
             words.append(f"maxk{self.max_len_k}")
         if self.scale != self.dim_qk**-0.5:
             words.append(f"scale={self.scale!r}")
+        if self.softcap:
+            words.append(f"softcap={self.softcap!r}")
+        if self.alibi:
+            words.append(ALIBI[self.alibi])
+        if self.sink:
+            words.append("sink")
         if self.deterministic:
             words.append("deterministic")
         return " ".join(words)
@@ -196,27 +220,34 @@ class Problem:
         max_len_q: Optional[int] = None,
         max_len_k: Optional[int] = None,
         deterministic: bool = False,
+        softcap: float = 0.0,
     ) -> "Problem":
         """Validate tensors and arguments and name every dimension. Keeps no tensor and reads no device memory.
 
         Raises:
             ProblemError: says what arrived, what is required and the fix.
         """
-        q, k, v, cu_seqlens_q, _ = operands
+        q, k, v, cu_seqlens_q = operands[:4]
         if cu_seqlens_q is not None or operands.cu_seqlens_k is not None:
             _check_tensors(q, k, v, rank=3)
             _check_cu_seqlens(operands)
         else:
             _check_tensors(q, k, v, rank=4)
         batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        call = (cls, q.shape, k.shape, v.shape, batch, q.dtype, left, right, scale, max_len_q, max_len_k, deterministic)
+        alibi = "" if operands.slopes is None else "head" if operands.slopes.dim() == 1 else "batch"
+        numbers = (left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, operands.sink is not None)
+        call = (cls, q.shape, k.shape, v.shape, batch, q.dtype, *numbers)
+        if alibi or operands.sink is not None:
+            _check_scores(operands, q.shape[0] if batch is None else batch)
         try:
             return _describe(*call)  # type: ignore[arg-type]
         except TypeError:  # symbolic sizes cannot be hashed
             return _describe.__wrapped__(*call)
 
 
-_EXAMPLE = "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 deterministic'"
+_EXAMPLE = (
+    "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 softcap=30.0 alibi sink deterministic'"
+)
 _REQUIRED = {"h<heads>": "heads_q", "q<len>": "len_q", "d<dim>": "dim_qk", "<dtype>": "dtype"}
 
 
@@ -241,12 +272,18 @@ _WORDS = (
     (r"maxq(\d+)", lambda m: {"max_len_q": int(m[1])}),
     (r"maxk(\d+)", lambda m: {"max_len_k": int(m[1])}),
     (r"scale=([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", lambda m: {"scale": float(m[1])}),
+    (r"softcap=(\d+\.?\d*(?:e[-+]?\d+)?)", lambda m: {"softcap": float(m[1])}),
+    (r"alibi", lambda m: {"alibi": "head"}),
+    (r"alibi\(batch\)", lambda m: {"alibi": "batch"}),
+    (r"sink", lambda m: {"sink": True}),
     (r"deterministic", lambda m: {"deterministic": True}),
 )
 
 
 @lru_cache(maxsize=4096)
-def _describe(cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic) -> Problem:
+def _describe(
+    cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, sink
+) -> Problem:
     """The part of `describe` that depends on shapes and numbers only, so that repeated calls are a dictionary lookup."""
     packed = batch is not None
     if packed:
@@ -300,6 +337,9 @@ def _describe(cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, 
         max_len_q,
         max_len_k,
         deterministic,
+        float(softcap),
+        alibi,
+        sink,
     )
 
 
@@ -355,7 +395,7 @@ def _check_tensors(q, k, v, rank: int) -> None:
 
 
 def _check_cu_seqlens(operands: Operands) -> None:
-    q, k, _, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, _, cu_seqlens_q, cu_seqlens_k = operands[:5]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         there, missing = ("cu_seqlens_q", "cu_seqlens_k") if cu_seqlens_k is None else ("cu_seqlens_k", "cu_seqlens_q")
         raise ProblemError(f"{there} came without {missing}; a packed call needs both.")
@@ -376,6 +416,27 @@ def _check_cu_seqlens(operands: Operands) -> None:
             f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences; got shapes "
             f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}."
         )
+
+
+def _check_scores(operands: Operands, batch) -> None:
+    q, heads = operands.q, operands.q.shape[-2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, tensor, shapes in (
+        ("alibi_slopes", operands.slopes, ((heads,), (batch, heads))),
+        ("sink", operands.sink, ((heads,),)),
+    ):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) not in shapes:
+            wanted = "[H] or [B, H]" if len(shapes) > 1 else "[H]"
+            raise ProblemError(
+                f"{name} must have shape {wanted}, here {' or '.join(str(list(shape)) for shape in shapes)}: a number for each "
+                f"query head; got {list(tensor.shape)}."
+            )
+        if tensor.dtype != wide:
+            raise ProblemError(f"{name} must be {wide}, the type of the LSE; got {tensor.dtype}. Convert it with .to({wide}).")
+        if tensor.device != q.device:
+            raise ProblemError(f"{name} is on {tensor.device} and q on {q.device}; move it with .to(q.device).")
 
 
 def _check_cu_values(name: str, cu, tensor) -> None:

@@ -23,7 +23,7 @@ def _truth(problem, operands, grad_out, **changes):
     leaves = [t.double().requires_grad_() for t in operands[:3]]
     common = {"left": problem.band.left, "right": problem.band.right, "scale": problem.scale, **changes}
     if problem.packed:
-        out, _ = reference.attention_varlen(*leaves, *operands[3:], **common)
+        out, _ = reference.attention_varlen(*leaves, *operands[3:5], **common)
     else:
         out, _ = reference.attention(*leaves, **common)
     grads = torch.autograd.grad(out, leaves, grad_out.double())
@@ -51,7 +51,7 @@ def test_our_results_pass(spelling):
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
     common = {"window": tuple(problem.band), "scale": problem.scale}
     if problem.packed:
-        out = rowmax.attention_varlen(*leaves, *operands[3:], **common)
+        out = rowmax.attention_varlen(*leaves, *operands[3:5], **common)
     else:
         out = rowmax.attention(*leaves, **common)
     assert forward.broken((out,)) == []

@@ -78,7 +78,7 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
 
     # What each launch hands over for the last tensors, as the driver sees it.
     memory = torch.zeros(10_000, dtype=torch.int32)
-    tensors = (*given[2][:3], out, lse, *given[2][3:])
+    tensors = (*given[2][:3], out, lse, *given[2][3:5])
     if "hopper" in plan_text:
         *before, first, second = launch.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
         launches, order = forward._again._launches(memory, *tensors)

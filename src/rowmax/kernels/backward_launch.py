@@ -41,7 +41,7 @@ def hopper_backward_calls(
     why_not = misfit(problem, tile)
     if why_not:
         raise ValueError(why_not)
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     block_d, block_dv = padded_dims(problem)
     lines = problem.heads_q * (1 if problem.packed else problem.batch)
     line_length = -(-problem.len_q // 4) * 4  # TMA takes lines of whole 16 bytes

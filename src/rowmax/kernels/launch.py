@@ -56,7 +56,9 @@ class Forward:
         self._again: Any = None  # launches of calls after the first
         self._like_q = not self._clear and problem.dim_qk == problem.dim_v  # a third faster than from a shape
 
-    def __call__(self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    def __call__(
+        self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sink=None
+    ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
         """`(out, lse)`; lse is None unless it is needed."""
         if self._like_q:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -88,7 +90,7 @@ class Forward:
 
     def into(self, operands: Operands, out: torch.Tensor, lse: Optional[torch.Tensor]) -> Callable[[], None]:
         """A function that computes into `out` and `lse` what these tensors then hold; its calls must follow one another."""
-        q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+        q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
         tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         device = q.device
         bound: list = []
@@ -194,7 +196,7 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
 
 
 def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> Call:
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     numbers = (
@@ -212,7 +214,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     from rowmax.kernels.gluon.guard import guard_kernel
     from rowmax.kernels.gluon.order import MOST, order_kernel
 
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     block_d, block_d2, block_dv = padded_dims(problem)
     block_o = out_columns(problem, tile)
     flags, flag_tiles = hopper_flags(problem)
@@ -324,7 +326,7 @@ def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) ->
 
 
 def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dq) -> Call:
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k)
     numbers = (
@@ -337,7 +339,7 @@ def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_l
 
 def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dk, dv) -> Call:
     """dK and dV; one of them may be None."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
     tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k)
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))

@@ -28,6 +28,8 @@ class Candidate:
 def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     if device.kind != "cpu":
         return f"runs on the CPU; the tensors are on {device.kind}"
+    if not problem.plain:
+        return "torch's CPU operator takes no soft-cap, ALiBi or sink logits"
     if problem.packed:
         return "torch's CPU operator takes no packed sequences"
     if problem.band not in (Band(), Band(None, 0)):
@@ -54,7 +56,7 @@ def _aten_tiles(problem: Problem, device: Device, direction: str):
 def _tiled_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     if device.kind != "cpu":
         return f"runs on the CPU; the tensors are on {device.kind}"
-    return None
+    return None if problem.plain else "takes no soft-cap, ALiBi or sink logits yet"
 
 
 def _tiled_tiles(problem: Problem, device: Device, direction: str):

@@ -114,6 +114,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs compute capability 9.0; {device.name} has {device.capability[0]}.{device.capability[1]}"
     if direction != "forward":
         return "has a forward only"
+    if not problem.plain:
+        return "computes plain scores only: no soft-cap, ALiBi or sink logits"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes fp16 and bf16, not {problem.dtype_name}"
     if problem.dim_qk % 8 or problem.dim_v % 8:

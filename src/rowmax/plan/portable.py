@@ -66,7 +66,7 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs compute capability 8.0 or newer; {device.name} has {device.capability[0]}.{device.capability[1]}"
     if problem.dtype == torch.float64:
         return "fp64 runs on the CPU only"
-    return None
+    return None if problem.plain else "takes no soft-cap, ALiBi or sink logits yet"
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:

@@ -43,7 +43,7 @@ def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = 
     arguments: dict = {"return_lse": return_lse, "deterministic": problem.deterministic, "plan": plan}
     arguments["scale"] = None if problem.scale == problem.dim_qk**-0.5 else problem.scale
     arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return attention(q, k, v, **arguments)
     arguments.update(max_seqlen_q=problem.max_len_q, max_seqlen_k=problem.max_len_k)

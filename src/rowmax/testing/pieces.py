@@ -66,7 +66,7 @@ def spans(problem: Problem, operands: Operands) -> list[tuple[tuple, range, rang
         chosen = [i * (problem.batch - 1) // (SAMPLED_SEQUENCES - 1) for i in range(SAMPLED_SEQUENCES)]
     if not problem.packed:
         return [((b,), range(problem.len_q), range(problem.len_k)) for b in chosen]
-    cu_q, cu_k = (cu.tolist() for cu in operands[3:] if cu is not None)
+    cu_q, cu_k = (cu.tolist() for cu in operands[3:5] if cu is not None)
     result: list[tuple[tuple, range, range]] = [((), range(cu_q[i], cu_q[i + 1]), range(cu_k[i], cu_k[i + 1])) for i in chosen]
     return [*result, ((), range(cu_q[-1], problem.len_q), range(0)), ((), range(0), range(cu_k[-1], problem.len_k))]
 
