@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Optional
+from typing import ClassVar, NamedTuple, Optional
 
 import torch
 
@@ -88,6 +88,9 @@ class Problem:
     alibi: str = ""
     sink: bool = False
 
+    max_dim: ClassVar[int] = MAX_DIM
+    more_words: ClassVar[tuple] = ()  # of the spelling of a kind of problem, in the form of `_WORDS`
+
     def __post_init__(self):
         if self.scale != self.scale and self.dim_qk > 0:
             object.__setattr__(self, "scale", self.dim_qk**-0.5)
@@ -97,8 +100,8 @@ class Problem:
                 f"in '{self}'. Each KV head serves heads_q / heads_k consecutive query heads."
             )
         for name, dim in (("dim_qk", self.dim_qk), ("dim_v", self.dim_v)):
-            if not MIN_DIM <= dim <= MAX_DIM:
-                raise ProblemError(f"{name} must be in {MIN_DIM}..{MAX_DIM}; got {dim} with heads_q={self.heads_q}.")
+            if not MIN_DIM <= dim <= self.max_dim:
+                raise ProblemError(f"{name} must be in {MIN_DIM}..{self.max_dim}; got {dim} with heads_q={self.heads_q}.")
         if not abs(self.scale) <= MAX_SCALE:
             raise ProblemError(f"scale must be a finite number, at most {MAX_SCALE:g} in size; got {self.scale}.")
         if not 0 <= self.softcap <= MAX_SCALE:
@@ -179,7 +182,7 @@ class Problem:
         """
         found: dict = {}
         for word in text.split():
-            for pattern, read in _WORDS:
+            for pattern, read in (*_WORDS, *cls.more_words):
                 if match := re.fullmatch(pattern, word):
                     for name, value in read(match).items():
                         other = found.get(name)
