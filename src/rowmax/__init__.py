@@ -5,18 +5,22 @@ from rowmax.api import attention, attention_varlen, merge, prepare
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.mask import Band
+from rowmax.paged import PagedProblem
 from rowmax.plan import Plan, plan
 from rowmax.problem import Problem
+from rowmax.serving import attention_paged
 
 __version__ = "0.1.0"
 __all__ = [
     "Band",
     "Device",
+    "PagedProblem",
     "Plan",
     "Problem",
     "ProblemError",
     "Unsupported",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "merge",
     "plan",

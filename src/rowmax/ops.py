@@ -19,7 +19,7 @@ from rowmax.plan import plan
 from rowmax.problem import Operands, Problem, aligned
 
 _LIBRARY = torch.library.Library("rowmax", "DEF")
-ON_CPU = ("aten", "tiled")  # algorithms that `rowmax.cpu` runs; the others are kernels
+ON_CPU = ("aten", "tiled", "gathered")  # algorithms that `rowmax.cpu` runs; the others are kernels
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that have no say in what is called on them
 MOST = 4096  # a form holds lengths, and a server may meet any number of them
 _launches: dict = {}  # form of a call -> its launch; None: no kernel of ours runs it

@@ -20,6 +20,7 @@ from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
 from rowmax.plan.hopper import HopperTile, out_columns, padded_dims
+from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -77,7 +78,11 @@ class Forward:
             self._again(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
             return
         operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        if isinstance(tile, HopperTile):
+        if isinstance(tile, SplitTile):
+            from rowmax.kernels import decode_launch
+
+            self._again = decode_launch.dense(self._problem, operands, tile, out, lse)
+        elif isinstance(tile, HopperTile):
             calls = hopper_calls(self._problem, operands, tile, out, lse)
             builds = [_launch(device, call) for call in calls]
             if None not in builds:

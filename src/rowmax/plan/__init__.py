@@ -11,15 +11,20 @@ from typing import Any, Literal, NamedTuple, Optional
 
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
-from rowmax.plan import cpu, hopper, portable, resources, tuned
+from rowmax.paged import PagedProblem
+from rowmax.plan import cpu, hopper, portable, resources, split_kv, tuned
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 Direction = Literal["forward", "backward"]
 
 # Name -> the module that decides for it, in order of preference.
-CANDIDATES: dict[str, Any] = {"aten": cpu.ATEN, "tiled": cpu.TILED, "hopper": hopper, "q_outer": portable}
-BACKWARD_OF = {"hopper": "q_outer"}  # a forward that was asked for by name -> whose backward runs
+CANDIDATES: dict[str, Any] = {
+    **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED, "split_kv": split_kv, "hopper": hopper},
+    "q_outer": portable,
+}
+BACKWARD_OF = {"split_kv": "q_outer", "hopper": "q_outer"}  # a forward that was asked for by name -> whose backward runs
+PAGED = ("gathered", "split_kv")  # those that read pages
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Plan:
         if match[2] is None:
             return cls(match[1])
         first, *others = match[2].split(",")
-        parse = hopper.HopperTile.parse if match[1] == "hopper" else Tile.parse
+        parse = {"hopper": hopper.HopperTile.parse, "split_kv": split_kv.SplitTile.parse}.get(match[1], Tile.parse)
         return cls(match[1], (parse(first), *map(Tile.parse, others)))  # those of the backward are plain in each
 
 
@@ -120,10 +125,14 @@ def _choose(problem: Problem, device: Device, direction: Direction, aligned: boo
     refusals = {}
     for name, candidate in CANDIDATES.items():
         reason = candidate.refuses(problem, device, direction)
+        if isinstance(problem, PagedProblem) and name not in PAGED:
+            reason = "reads no pages"
         if wanted and not reason and name != wanted.algorithm:
             reason = f"{wanted.algorithm} {wanted.by}"
         if not reason and name == "hopper":
             reason = hopper.UNALIGNED if not aligned else None if wanted else hopper.passes_over(problem)
+        if not reason and name == "split_kv" and not wanted:
+            reason = split_kv.passes_over(problem)
         if not reason and wanted and wanted.tiles:
             reason = resources.misfit(problem, device, direction, name, wanted.tiles)
         if reason:

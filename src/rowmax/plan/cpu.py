@@ -13,6 +13,7 @@ import torch
 
 from rowmax.device import Device
 from rowmax.mask import Band
+from rowmax.paged import PagedProblem
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -63,5 +64,18 @@ def _tiled_tiles(problem: Problem, device: Device, direction: str):
     return (Tile(256, 8192),), "row blocks over all visible columns keep the matmuls large"
 
 
+def _gathered_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
+    if device.kind != "cpu":
+        return f"runs on the CPU; the tensors are on {device.kind}"
+    if not isinstance(problem, PagedProblem):
+        return "keys are not in pages"
+    return None if direction == "forward" else "has a forward only"
+
+
+def _gathered_tiles(problem: Problem, device: Device, direction: str):
+    return (Tile(256, 8192),), "the pages of one sequence after the other are gathered; then as 'tiled'"
+
+
 ATEN = Candidate(_aten_refuses, _aten_tiles)
 TILED = Candidate(_tiled_refuses, _tiled_tiles)
+GATHERED = Candidate(_gathered_refuses, _gathered_tiles)

@@ -10,14 +10,14 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
-from rowmax.plan import hopper
+from rowmax.plan import hopper, split_kv
 from rowmax.plan.hopper import HopperTile, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 KERNELS = {("forward", 1): ("forward",), ("backward", 2): ("dq", "dkdv"), ("backward", 3): ("dq", "dk", "dv")}
 REGISTERS = 255  # of a thread
-ON_CPU = ("aten", "tiled")  # a backward has one tile; a second, as the kernels' plans have it, goes unused
+ON_CPU = ("aten", "tiled", "gathered")  # a backward has one tile; a second, as the kernels' plans have it, goes unused
 ADDRESSES = 24  # registers of a consumer for all that is no tile: with less the prototype spilled
 
 
@@ -25,6 +25,8 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
     """Why these tiles are none that `algorithm` can run the problem with, or None. Says nothing about speed."""
     if found := miscount(direction, algorithm, len(tiles)):
         return found
+    if algorithm == "split_kv":
+        return split_kv.misfit(problem, device, tiles[0])
     if algorithm in ON_CPU:
         return next((f"{tile}: {found}" for tile in tiles if (found := _misfit_of_cpu(tile))), None)
     for kernel, tile in zip(KERNELS[direction, len(tiles)], tiles, strict=True):

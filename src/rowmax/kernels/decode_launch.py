@@ -1,0 +1,178 @@
+"""Arguments, grids and launches of the decode and the combine kernel, for `plan/split_kv.py`.
+
+`calls` is pure, as the functions of `launch.py` are; `Paged` serves `ops_paged`, `launch.Forward` calls over dense keys.
+"""
+
+from typing import Any, Optional
+
+import torch
+import triton
+
+from rowmax.kernels import launch
+from rowmax.kernels.launch import Call, _bounded, _strides
+from rowmax.kernels.triton.combine import combine_kernel
+from rowmax.kernels.triton.decode import decode_kernel
+from rowmax.numerics import LOG2E
+from rowmax.paged import PagedOperands, PagedProblem
+from rowmax.plan import Plan
+from rowmax.plan.split_kv import SplitTile, least_turns, padded_dims, row_tiles
+from rowmax.plan.tile import Tile
+from rowmax.problem import Operands, Problem
+
+PIECE = 16  # rows of a combine program, of tiles with more
+WIDE = 4096  # of elements that a combine program holds
+
+
+def has_work(problem: Problem) -> bool:
+    return min(problem.batch, problem.len_q, problem.heads_q) > 0
+
+
+def slots_of(problem: Problem, tile: SplitTile) -> int:
+    """Partial results that there may be; 0: none, and no combine kernel."""
+    if tile.together:  # items with several parts have at most twice as many as there is work for (`parts.shares`)
+        return 2 * tile.parts
+    return row_tiles(problem, tile.block_m) * problem.heads_k * tile.parts if tile.parts > 1 else 0
+
+
+def part_rows(problem: Problem, tile: SplitTile) -> int:
+    """Rows of a tile that may be there."""
+    return min(tile.block_m, problem.len_q * problem.group)
+
+
+def part_elements(problem: Problem, tile: SplitTile) -> int:
+    """fp32 numbers of all partial results."""
+    return slots_of(problem, tile) * part_rows(problem, tile) * (problem.dim_v + 2)
+
+
+def calls(
+    problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, parts: Optional[torch.Tensor], early: bool = False
+) -> tuple[Call, ...]:
+    """The decode kernel and, where row tiles may have several parts, the combine kernel.
+
+    Args:
+        operands: of a dense problem with None for the block table and the lengths.
+        parts: fp32 memory of `part_elements`, or None where that is 0.
+        early: the combine kernel may begin before the decode kernel has ended (compute capability 9.0 and newer).
+    """
+    q, k, v, table, lengths, cu = operands
+    paged = isinstance(problem, PagedProblem)
+    tiles = row_tiles(problem, tile.block_m)
+    items = tiles * problem.heads_k
+    own_tiles = tiles // max(problem.batch, 1)  # of a sequence; of no meaning if packed
+    slots = slots_of(problem, tile)
+    programs = items * tile.parts if not tile.together else items + (tile.parts // problem.heads_k + 1) * problem.heads_k
+    block_d, block_d2, block_dv = padded_dims(problem)
+    q_strides, o_strides = _row_strides(q, problem), _row_strides(out, problem)
+    several = problem.packed or problem.len_q > 1
+    shared = block_d == block_dv and _first_columns(v, k)
+    pages = k.shape[0] if paged else 0
+    batch_block = triton.next_power_of_2(problem.batch) if tile.together else 0
+    early = early and slots > 0
+    sizes = (problem.batch, problem.heads_k, own_tiles, problem.len_q, problem.len_k)
+    shape = (problem.group, problem.dim_qk, problem.dim_v, tile.block_m, tile.block_n, block_d, block_d2, block_dv)
+    numbers: tuple = (
+        *(q_strides, _strides(k), _strides(v), o_strides, table.stride(0) if table is not None else 0),
+        *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, tile.parts, slots, part_rows(problem, tile), *shape),
+        *(problem.page_size if isinstance(problem, PagedProblem) else 0, shared, several),
+        *(least_turns(tile.block_n), batch_block, 2 * tile.stages - 1 if paged else tile.stages, early),
+    )
+    # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
+    tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu)
+    decode = Call(decode_kernel, programs, tensors, numbers, tile)
+    if not slots:
+        return (decode,)
+    rows = part_rows(problem, tile)
+    piece = 1 if rows <= 16 else min(PIECE, max(WIDE // block_dv, 1))
+    pieces = -(-rows // piece)
+    shape = (problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv)
+    numbers = (
+        *(o_strides, _bounded(problem), *sizes, tile.parts, slots, rows, pieces, *shape),
+        *(piece, least_turns(tile.block_n), batch_block, early),
+    )
+    warps = max(min(piece * block_dv // 512, 4), 1)
+    tensors = (out, lse, parts, lengths, cu)
+    return decode, Call(combine_kernel, items * pieces, tensors, numbers, Tile(piece, 1, warps, 1), early)
+
+
+def _row_strides(tensor: torch.Tensor, problem: Problem) -> tuple[int, int, int]:
+    """(batch, row, head) of a tensor like q; one without rows, `[B, H, D]`, has one row a sequence."""
+    if tensor.dim() == 3 and not problem.packed:
+        return tensor.stride(0), 0, tensor.stride(1)
+    return _strides(tensor)
+
+
+def _first_columns(v: torch.Tensor, k: torch.Tensor) -> bool:
+    """Is v the first columns of k, in the same memory?"""
+    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[-1] <= k.shape[-1] and v.numel() > 0
+
+
+def dense(problem: Problem, operands: Operands, tile: SplitTile, out, lse) -> Any:
+    """One call over dense keys; returns a function of `(q, k, v, out, lse, None, None)` that makes it again, on the current
+    device (None under the interpreter)."""
+    elements = part_elements(problem, tile)
+
+    def memory(like):
+        return like.new_empty(elements, dtype=torch.float32) if elements else None
+
+    q, k, v = operands[:3]
+    again = run(problem, PagedOperands(q, k, v, None, None), tile, out, lse, memory(q))
+    if again is None:
+        return None
+
+    def once_more(q, k, v, out, lse, _cu_q, _cu_k):
+        parts = memory(q)
+        again(*map(launch._address, (q, k, v, out, lse, parts, None, None, None)))
+
+    return once_more
+
+
+class Paged:
+    """Calls over a paged cache that differ in nothing but the addresses of their tensors; all else is worked out once."""
+
+    def __init__(self, problem: PagedProblem, plan: Plan, out_shape, lse_shape):
+        (tile,) = plan.tiles
+        assert isinstance(tile, SplitTile)  # `plan` checked it
+        self._problem, self._tile = problem, tile
+        self._out_shape, self._lse_shape = out_shape, lse_shape
+        self._elements = part_elements(problem, tile)
+        self._again: Any = None
+
+    def __call__(self, need_lse: bool, out: Optional[torch.Tensor], operands: PagedOperands):
+        """`(out, lse)`; `out` is made where none is given, lse is None unless it is needed."""
+        q = operands.q
+        fill = self._problem.packed  # rows outside every sequence are written by nobody
+        if out is None:
+            out = q.new_zeros(self._out_shape) if fill else q.new_empty(self._out_shape)
+        elif fill:
+            out.zero_()
+        lse = q.new_empty(self._lse_shape, dtype=torch.float32) if need_lse else None
+        if fill and lse is not None:
+            lse.fill_(-torch.inf)
+        if not has_work(self._problem):
+            return out, lse
+        parts = q.new_empty(self._elements, dtype=torch.float32) if self._elements else None
+        _, k, v, table, lengths, cu = operands
+        if self._again is not None and q.device.index == torch.cuda.current_device():
+            self._again(*map(launch._address, (q, k, v, out, lse, parts, table, lengths, cu)))
+            return out, lse
+        self._again = run(self._problem, operands, self._tile, out, lse, parts)
+        return out, lse
+
+
+def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, parts) -> Any:
+    """Launch both kernels; returns a function of their addresses that does so again (None under the interpreter)."""
+    device = operands.q.device
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    made = calls(problem, operands, tile, out, lse, parts, early)
+    builds = [launch._launch(device, call) for call in made]
+    if None in builds:
+        return None
+    first, *second = [(build, call.numbers) for build, call in zip(builds, made, strict=True)]
+
+    def again(q, k, v, out, lse, parts, table, lengths, cu):
+        build, numbers = first
+        build(q, k, v, out, lse, parts, table, lengths, cu, *numbers)
+        for build, numbers in second:
+            build(out, lse, parts, lengths, cu, *numbers)
+
+    return again

@@ -1,0 +1,78 @@
+"""Partial results of the decode kernel to results: (acc, m, l) of the parts of a row are joined in their order.
+
+    m' = max(m, m_j),  l' = 2^(m - m') l + 2^(m_j - m') l_j,  acc' alike;   at the end O = acc / l, LSE = (m + log2 l) ln 2
+
+Items with one part are already finished. Launched behind `decode.py` by `kernels/decode_launch.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from rowmax.kernels.tile_ops import clamp, finish
+from rowmax.kernels.triton.parts import find_item, find_slots, queries_of
+
+
+@triton.jit
+def join(acc, m, l, acc_j, m_j, l_j):
+    """The union of two disjoint sets of keys, m in units of log2. A row that has seen nothing has m = -inf."""
+    m_new = tl.maximum(m, m_j)
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    mine = tl.exp2(m - pivot)
+    other = tl.exp2(m_j - pivot)
+    acc = tl.fma(acc_j, tl.broadcast_to(other[:, None], acc_j.shape), acc * mine[:, None])
+    return acc, m_new, tl.fma(l_j, other, l * mine)
+
+
+@triton.jit
+def combine_kernel(
+    o_ptr, lse_ptr, part_ptr, seqlens_k, cu_seqlens_q, o_strides,
+    band, batch, heads_k, tiles, len_q, len_k, parts, slots, part_rows, pieces,
+    GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program for ROWS rows of an item, which has `pieces` of them; the tensors are those of `decode_kernel`."""
+    pid = tl.program_id(0)
+    piece = pid % pieces
+    head = pid // pieces % heads_k
+    item = pid // pieces // heads_k
+    b, tile = find_item(item, cu_seqlens_q, batch, tiles, len_q, GROUP, BLOCK_M)
+    if tile < 0:
+        return
+    begin, queries = queries_of(cu_seqlens_q, b, len_q)
+    first = tile * BLOCK_M + piece * ROWS
+    if first >= queries * GROUP:
+        return
+    here, slot = find_slots(
+        b, tile, item, head, seqlens_k, cu_seqlens_q, batch, heads_k, len_q, len_k, parts, band,
+        GROUP, BLOCK_M, BLOCK_N, LEAST, BATCH,
+    )  # fmt: skip
+    if here <= 1:
+        return
+    if EARLY:  # what is above depends on no result
+        tl.extra.cuda.gdc_wait()
+    inside = piece * ROWS + tl.arange(0, ROWS)
+    row = tile * BLOCK_M + inside
+    real = (row < queries * GROUP) & (inside < part_rows)
+    behind = tl.cast(slots, tl.int64) * part_rows
+    dims = tl.arange(0, BLOCK_DV)
+    mask = real[:, None] & (dims < DIM_V)[None, :]
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for part in tl.range(0, here, loop_unroll_factor=4):
+        at = clamp(slot + tl.cast(part, tl.int64) * heads_k, 0, slots - 1)
+        line = at * part_rows + inside
+        acc_j = tl.load(part_ptr + line[:, None] * DIM_V + dims[None, :], mask=mask, other=0.0)
+        line += behind * DIM_V
+        m_j = tl.load(part_ptr + line, mask=real, other=float("-inf"))
+        l_j = tl.load(part_ptr + line + behind, mask=real, other=0.0)
+        acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
+    o, lse = finish(acc, m, l, 1.0)
+    tokens = begin + row // GROUP
+    heads = head * GROUP + row % GROUP
+    b64 = tl.cast(b, tl.int64)
+    batch_of_q = b64 if cu_seqlens_q is None else b64 * 0
+    o_rows = batch_of_q * o_strides[0] + tokens.to(tl.int64) * o_strides[1] + heads.to(tl.int64) * o_strides[2]
+    tl.store(o_ptr + o_rows[:, None] + dims[None, :], o.to(o_ptr.dtype.element_ty), mask=mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + (batch_of_q * (heads_k * GROUP) + heads) * len_q + tokens, lse, mask=real)

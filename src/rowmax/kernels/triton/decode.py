@@ -1,0 +1,183 @@
+"""Attention of few queries over many keys, dense or in pages: a tile of rows against its part of the keys.
+
+    m = rowmax(S),  l = rowsum(2^(S - m)),  acc = 2^(S - m) V      S = scale log2(e) Q K^T, over the keys of one part
+
+A row is one query head at one query: the heads that share a KV head are rows of one tile, so that each key and value is read
+once. An item with one part is finished here; of others (acc, m, l) go to `combine.py`. Launched by `kernels/decode_launch.py`.
+Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding" (2023); the online softmax is that of `forward.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from rowmax.kernels.tile_ops import GUARD, any_of, clamp, finish, guarded_dot, online_step, visible
+from rowmax.kernels.triton.parts import find_part, key_span, keys_of, queries_of
+
+
+@triton.jit
+def page_ids(table, col, end, pages, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of keys `[col, col + BLOCK_N)`, one number where they share one. Entries for keys past `end` are not read."""
+    if PAGE % BLOCK_N == 0:
+        return clamp(tl.load(table + col // PAGE, mask=col < end, other=0), 0, pages - 1).to(tl.int64)
+    else:
+        cols = col + tl.arange(0, BLOCK_N)
+        return clamp(tl.load(table + cols // PAGE, mask=cols < end, other=0), 0, pages - 1).to(tl.int64)
+
+
+@triton.jit
+def key_offsets(ids, col, strides, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """64-bit offsets of keys `[col, col + BLOCK_N)`; `strides` are (batch or page, key, head). PAGE 0: not in pages."""
+    cols = col + tl.arange(0, BLOCK_N)
+    if PAGE == 0:
+        return cols.to(tl.int64) * strides[1]
+    elif PAGE % BLOCK_N == 0:
+        return ids * strides[0] + (col % PAGE + tl.arange(0, BLOCK_N)).to(tl.int64) * strides[1]
+    else:
+        return ids * strides[0] + (cols % PAGE).to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_rows(base, offsets, there, FIRST: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """Columns `[FIRST, FIRST + COLS)` of rows at `offsets`; 0 where not `there` and from DIM on."""
+    dims = FIRST + tl.arange(0, COLS)
+    pointers = base + offsets[:, None] + dims[None, :]
+    if FIRST + COLS > DIM:
+        return tl.load(pointers, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointers, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def _walk(
+    acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2,
+    pages,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys `[low, high)`, counted from `start`. Page ids are loaded in the turn that needs them, by its place in the
+    source: Triton then pipelines them ahead of the keys. Carried over from the turn before, they keep it from pipelining any.
+    """
+    for turn in tl.range(low, high, num_stages=STAGES):
+        col = start + turn * BLOCK_N
+        cols = col + tl.arange(0, BLOCK_N)
+        there = cols < end
+        ids = 0
+        if PAGE:
+            ids = page_ids(table, col, end, pages, PAGE, BLOCK_N)
+        k_rows = key_offsets(ids, col, k_strides, PAGE, BLOCK_N)
+        v_rows = key_offsets(ids, col, v_strides, PAGE, BLOCK_N)
+        k = load_rows(k_base, k_rows, there, 0, DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if BLOCK_D2:
+            k2 = load_rows(k_base, k_rows, there, BLOCK_D, DIM, BLOCK_D2)
+            s = tl.dot(q2, k2.T, s, input_precision="ieee")
+        seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
+        s = tl.where(seen, s * scale_log2, float("-inf"))
+        p, m, l, alpha = online_step(s, m, l, 1.0)
+        acc = acc * alpha[:, None]
+        if SHARED:
+            v = k
+        else:
+            v = load_rows(v_base, v_rows, there, 0, DIM_V, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        if GUARDED:
+            acc = guarded_dot(p, v, seen & there[None, :], acc)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, m, l
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,  # [B, T, Hq, D], or packed [T, Hq, D]
+    k_ptr, v_ptr,  # [B, T, Hk, D], or pages [page, slot, Hk, D]
+    o_ptr,  # as q, with DIM_V
+    lse_ptr,  # fp32 [B, Hq, T] or [Hq, T]; None: not wanted
+    part_ptr,  # fp32, acc [slots, part_rows, DIM_V], then m, then l [slots, part_rows]; None: every item has one part
+    table_ptr, seqlens_k, cu_seqlens_q,  # [B, columns], [B], [B + 1]; None: dense
+    q_strides, k_strides, v_strides, o_strides,  # (batch or page, row, head)
+    table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, parts, slots, part_rows,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
+    SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k. `SEVERAL`: a row
+    tile may hold queries that see different keys. `EARLY`: the combine kernel may be launched before this one has ended."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    b, tile, head, part, here, slot = find_part(
+        tl.program_id(0), seqlens_k, cu_seqlens_q, batch, heads_k, tiles, len_q, len_k, parts, band,
+        GROUP, BLOCK_M, BLOCK_N, LEAST, BATCH,
+    )  # fmt: skip
+    if tile < 0:
+        return
+    begin, queries = queries_of(cu_seqlens_q, b, len_q)
+    rows = queries * GROUP
+    if tile * BLOCK_M >= rows:
+        return
+    keys = keys_of(seqlens_k, b, len_k)
+    start, end = key_span(tile, queries, keys, band, GROUP, BLOCK_M, BLOCK_N)
+    turns = tl.cdiv(end - start, BLOCK_N)
+    each = tl.cdiv(turns, here)
+    low = tl.minimum(part * each, turns)
+    high = tl.minimum(low + each, turns)
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    tokens = row // GROUP
+    real = row < rows
+    b64 = tl.cast(b, tl.int64)
+    batch_of_q = b64 if cu_seqlens_q is None else b64 * 0
+    heads = head * GROUP + row % GROUP
+    q_rows = (begin + tokens).to(tl.int64) * q_strides[1] + heads.to(tl.int64) * q_strides[2]
+    q_base = q_ptr + batch_of_q * q_strides[0]
+    q = load_rows(q_base, q_rows, real, 0, DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q2 = q
+    if BLOCK_D2:
+        q2 = load_rows(q_base, q_rows, real, BLOCK_D, DIM, BLOCK_D2)
+    of_head = tl.cast(head, tl.int64)
+    k_base = k_ptr + of_head * k_strides[2]
+    v_base = v_ptr + of_head * v_strides[2]
+    table = k_ptr  # not read
+    if PAGE:
+        table = table_ptr + b64 * table_stride
+    else:
+        k_base += b64 * k_strides[0]
+        v_base += b64 * v_strides[0]
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc, m, l = _walk(
+        acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
+        keys - queries, band, scale_log2, pages,
+        DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, False, STAGES,
+    )  # fmt: skip
+    if SEVERAL:
+        if any_of(acc != acc) > 0:  # perhaps a NaN or infinity of V that not every row sees
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            small: tl.constexpr = BLOCK_N // GUARD  # turns of few keys: they cost the kernel no registers
+            acc, m, l = _walk(
+                acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
+                keys, keys - queries, band, scale_log2, pages,
+                DIM, DIM_V, GUARD, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
+            )  # fmt: skip
+    dims = tl.arange(0, BLOCK_DV)
+    if part_ptr is not None:
+        if here > 1:
+            inside = tl.arange(0, BLOCK_M)
+            kept = real & (inside < part_rows)
+            line = clamp(slot, 0, slots - 1) * part_rows + inside
+            tl.store(part_ptr + line[:, None] * DIM_V + dims[None, :], acc, mask=kept[:, None] & (dims < DIM_V)[None, :])
+            line += tl.cast(slots, tl.int64) * part_rows * DIM_V
+            tl.store(part_ptr + line, m, mask=kept)
+            tl.store(part_ptr + line + tl.cast(slots, tl.int64) * part_rows, l, mask=kept)
+            return
+    o, lse = finish(acc, m, l, 1.0)
+    o_rows = batch_of_q * o_strides[0] + (begin + tokens).to(tl.int64) * o_strides[1] + heads.to(tl.int64) * o_strides[2]
+    tl.store(
+        o_ptr + o_rows[:, None] + dims[None, :], o.to(o_ptr.dtype.element_ty), mask=real[:, None] & (dims < DIM_V)[None, :]
+    )
+    if lse_ptr is not None:
+        line = (batch_of_q * (heads_k * GROUP) + heads) * len_q + begin + tokens
+        tl.store(lse_ptr + line, lse, mask=real)

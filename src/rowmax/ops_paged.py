@@ -1,0 +1,153 @@
+"""The torch operators of serving: `rowmax::paged` and `rowmax::paged_into`, attention over a paged cache.
+
+They validate (`PagedProblem.describe`), take the plan and run it, as `ops` does for dense and packed tensors. There are no
+gradients. Called by `serving`.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from rowmax.cpu import paged as cpu_paged
+from rowmax.device import Device
+from rowmax.errors import ProblemError
+from rowmax.ops import MOST, ON_CPU, PLAIN, _form, _own_precision, kernels
+from rowmax.paged import PagedOperands, PagedProblem
+from rowmax.plan import plan
+
+_LIBRARY = torch.library.Library("rowmax", "FRAGMENT")
+_launches: dict = {}  # form of a call -> its launch, or None on the CPU
+
+_SCHEMA = (
+    "bool need_lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seqlens_k, Tensor? cu_seqlens_q, "
+    "SymInt? max_seqlen_q, float? scale, SymInt? left, SymInt? right, SymInt? num_splits, str plan"
+)
+_LIBRARY.define(f"paged({_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(f"paged_into(Tensor(a!) out, {_SCHEMA}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+PAGED = torch.ops.rowmax.paged.default
+PAGED_INTO = torch.ops.rowmax.paged_into.default
+
+
+def describe(q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q, scale, left, right, *_):
+    """`(problem, operands)`, validated."""
+    operands = PagedOperands(q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q)
+    return PagedProblem.describe(operands, left=left, right=right, scale=scale, max_len_q=max_seqlen_q), operands
+
+
+def shapes_of(problem: PagedProblem, q: torch.Tensor) -> tuple[tuple, tuple]:
+    """Of the output and the LSE: as `Problem.outputs`, without the queries' dimension where q has none."""
+    out_shape, lse_shape = problem.outputs()
+    if q.dim() == 3 and not problem.packed:
+        return (out_shape[0], *out_shape[2:]), lse_shape[:2]
+    return out_shape, lse_shape
+
+
+def plan_paged(*call):
+    """`(problem, operands, plan)` of a call, whose last two arguments are `num_splits` and the plan's spelling."""
+    *_, num_splits, prefer = call
+    problem, operands = describe(*call)
+    if num_splits is not None and num_splits < 1:
+        raise ProblemError(f"num_splits must be at least 1, or None for the plan's own; got {num_splits} for '{problem}'.")
+    chosen = plan(problem, Device.of(operands.q), prefer=prefer)
+    if num_splits is not None and chosen.algorithm not in ON_CPU:  # the CPU has one way
+        tile = replace(chosen.tiles[0], parts=num_splits, together=False)
+        chosen = plan(problem, Device.of(operands.q), prefer=f"{chosen.algorithm}[{tile}]")
+    return problem, operands, chosen
+
+
+def _check_out(problem: PagedProblem, q, out) -> None:
+    shape, _ = shapes_of(problem, q)
+    like = (tuple(out.shape), out.dtype, out.device) == (tuple(shape), q.dtype, q.device)
+    if not like or (out.numel() and out.stride(-1) != 1):
+        raise ProblemError(
+            f"out must be {q.dtype} {list(shape)} on {q.device} with stride 1 in its last dimension; got {out.dtype} "
+            f"{list(out.shape)} with strides {out.stride()} on {out.device}."
+        )
+
+
+def run(out, need_lse, *call):
+    """`(out, lse)`, lse None unless it is needed; `out` None: made here."""
+    q, k, v, table, lengths, cu = call[:6]
+    tensors = (q, k, v, table, lengths)
+    if all(type(t) in PLAIN for t in tensors):
+        form = (
+            *(need_lse, call[6:], None if out is None else _form(out), None if cu is None else _form(cu)),
+            *(k.data_ptr() == v.data_ptr(), *map(_form, tensors)),
+        )
+        launch = _launches.get(form)
+        if launch is not None:
+            return launch(need_lse, out, PagedOperands(*call[:6]))
+    else:
+        form = None
+    problem, operands, chosen = plan_paged(*call)
+    if out is not None:
+        _check_out(problem, q, out)
+    out_shape, lse_shape = shapes_of(problem, q)
+    if chosen.algorithm in ON_CPU:
+        out = q.new_empty(out_shape) if out is None else out
+        lse = q.new_empty(lse_shape, dtype=problem.lse_dtype) if need_lse else None
+        with _own_precision():
+            cpu_paged.forward(problem, operands, chosen, need_lse, out, lse)
+        return out, lse
+    kernels()
+    from rowmax.kernels.decode_launch import Paged
+
+    launch = Paged(problem, chosen, out_shape, lse_shape)
+    if form is not None:
+        if len(_launches) >= MOST:
+            _launches.clear()
+        _launches[form] = launch
+    return launch(need_lse, out, operands)
+
+
+def _paged(need_lse, *call):
+    out, lse = run(None, need_lse, *call)
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _paged_into(out, need_lse, *call):
+    _, lse = run(out, need_lse, *call)
+    return out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("paged", _paged, _key)
+    _LIBRARY.impl("paged_into", _paged_into, _key)
+
+
+@torch.library.register_fake("rowmax::paged", lib=_LIBRARY)
+def _paged_fake(need_lse, q, *call):
+    problem, _ = describe(q, *call)
+    out_shape, lse_shape = shapes_of(problem, q)
+    return q.new_empty(out_shape), q.new_empty(lse_shape if need_lse else (0,), dtype=problem.lse_dtype)
+
+
+@torch.library.register_fake("rowmax::paged_into", lib=_LIBRARY)
+def _paged_into_fake(out, need_lse, q, *call):
+    problem, _ = describe(q, *call)
+    _check_out(problem, q, out)
+    return q.new_empty(shapes_of(problem, q)[1] if need_lse else (0,), dtype=problem.lse_dtype)
+
+
+def _refuse_gradients(*tensors) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ProblemError(
+            "attention over a paged cache has no gradients, and an input requires them. Call it under torch.no_grad() or with "
+            "detached tensors, or call rowmax.attention."
+        )
+
+
+def _paged_autograd(need_lse, q, k, v, *rest):
+    _refuse_gradients(q, k, v)
+    with torch._C._AutoDispatchBelowAutograd():
+        return PAGED(need_lse, q, k, v, *rest)
+
+
+def _paged_into_autograd(out, need_lse, q, k, v, *rest):
+    _refuse_gradients(out, q, k, v)
+    with torch._C._AutoDispatchBelowAutograd():
+        return PAGED_INTO(out, need_lse, q, k, v, *rest)
+
+
+_LIBRARY.impl("paged", _paged_autograd, "Autograd")
+_LIBRARY.impl("paged_into", _paged_into_autograd, "Autograd")

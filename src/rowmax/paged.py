@@ -1,0 +1,210 @@
+"""One attention call over a paged KV cache, described without its tensors.
+
+    key j of sequence b lies in page `block_table[b, j // page_size]`, slot `j % page_size`,   0 <= j < seqlens_k[b]
+
+A `PagedProblem` is a `Problem` whose keys lie in pages: `b4 h32/8 q1 k8192 d128 bf16 causal paged16`. `len_k` is what the block
+table has room for; how many keys a sequence has is data on the device. All validation of such calls is in this file; called by
+`ops_paged`.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, Optional
+
+import torch
+
+from rowmax.errors import ProblemError
+from rowmax.mask import Band
+from rowmax.problem import DTYPE_NAMES, MAX_SCALE, Problem
+
+MAX_DIM = 576  # of q and k in multi-head latent attention, whose values are the first 512
+
+
+class PagedOperands(NamedTuple):
+    """The tensors of one call. q `[B, H, D]`, `[B, T, H, D]`, or with `cu_seqlens_q` packed `[T, H, D]`. Kernels take
+    dense keys in this form too: without a block table and lengths."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor  # [page, slot, Hk, D]
+    v_pages: torch.Tensor  # [page, slot, Hk, Dv]
+    block_table: Any  # tensor [B, pages of a sequence]
+    seqlens_k: Any  # tensor [B]
+    cu_seqlens_q: Optional[torch.Tensor] = None  # [B + 1]
+
+
+@dataclass(frozen=True)
+class PagedProblem(Problem):
+    """What is known of a call over a paged cache without reading its tensors.
+
+    Attributes, besides those of `Problem`:
+        len_q: tokens a sequence; packed: of all sequences together.
+        len_k: keys that a sequence may have: columns of the block table times `page_size`.
+        page_size: slots of a page.
+    """
+
+    page_size: int = 16
+
+    max_dim: ClassVar[int] = MAX_DIM
+    more_words: ClassVar[tuple] = ((r"paged(\d+)", lambda m: {"page_size": int(m[1])}),)
+
+    __hash__ = Problem.__hash__  # a dataclass would make its own
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.page_size < 1:
+            raise ProblemError(f"page_size must be at least 1; got {self.page_size} in '{self}'.")
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} paged{self.page_size}"
+
+    @classmethod
+    def describe(  # type: ignore[override]
+        cls,
+        operands: PagedOperands,
+        *,
+        left: Optional[int] = None,
+        right: Optional[int] = None,
+        scale: Optional[float] = None,
+        max_len_q: Optional[int] = None,
+    ) -> "PagedProblem":
+        """Validate tensors and arguments and name every dimension. Keeps no tensor and reads no device memory.
+
+        Raises:
+            ProblemError: says what arrived, what is required and the fix.
+        """
+        q, k, v, table, lengths, cu = operands
+        _check_tensors(operands)
+        return _describe(
+            cls, q.shape, k.shape, v.shape, table.shape, cu is not None, len(lengths), q.dtype, left, right, scale, max_len_q
+        )
+
+
+@lru_cache(maxsize=4096)
+def _described(
+    cls, q_shape, k_shape, v_shape, table_shape, packed, batch, dtype, left, right, scale, max_len_q
+) -> PagedProblem:
+    shapes = f"q {list(q_shape)}, k_pages {list(k_shape)}, v_pages {list(v_shape)}"
+    heads_q, dim_qk = q_shape[-2:]
+    _, page_size, heads_k, _ = k_shape
+    len_q = q_shape[0] if packed else 1 if len(q_shape) == 3 else q_shape[1]
+    if k_shape[:-1] != v_shape[:-1]:
+        raise ProblemError(f"k_pages and v_pages must agree in all but the last dimension; got {shapes}.")
+    if page_size == 0:
+        raise ProblemError(f"pages need at least one slot; got {shapes} (layout [page, slot, H, D]).")
+    if dim_qk != k_shape[-1]:
+        raise ProblemError(f"q and k_pages must have the same head dimension; got {dim_qk} and {k_shape[-1]} in {shapes}.")
+    if heads_k == 0 or heads_q % heads_k:
+        hint = ""
+        if page_size and heads_q % page_size == 0:
+            hint = " Pages stored as [page, H, slot, D] are passed as k_pages.transpose(1, 2), v_pages.transpose(1, 2)."
+        raise ProblemError(
+            f"query heads must be a multiple of KV heads; got {heads_q} and {heads_k} in {shapes} "
+            f"(pages [page, slot, H, D]).{hint}"
+        )
+    if table_shape[0] != batch:
+        raise ProblemError(
+            f"block_table and seqlens_k must name the same sequences; got {list(table_shape)} and [{batch}] "
+            "(block_table [B, pages of a sequence], seqlens_k [B])."
+        )
+    if not packed and q_shape[0] != batch:
+        fix = " For sequences of different query lengths, packed in q, pass cu_seqlens_q." if len(q_shape) == 3 else ""
+        raise ProblemError(f"q must have one entry for each of the {batch} sequences of seqlens_k; got {shapes}.{fix}")
+    for name, value in (("left", left), ("right", right)):
+        if value is not None and value < 0:
+            raise ProblemError(f"window ({name} side) must be None for no limit or a distance of at least 0; got {value}.")
+    if scale is not None and not abs(scale) <= MAX_SCALE:
+        raise ProblemError(f"scale must be a finite number, at most {MAX_SCALE:g} in size, or None; got {scale} with {shapes}.")
+    if max_len_q is not None and max_len_q < 0:
+        raise ProblemError(f"max_seqlen_q must be at least 0; got {max_len_q}.")
+    return cls(
+        batch=batch,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        len_q=len_q,
+        len_k=table_shape[1] * page_size,
+        dim_qk=dim_qk,
+        dim_v=v_shape[-1],
+        dtype=dtype,
+        band=Band(left, right),
+        scale=math.nan if scale is None else float(scale),
+        packed=packed,
+        max_len_q=max_len_q,
+        page_size=page_size,
+    )
+
+
+def _describe(*call) -> PagedProblem:
+    try:
+        return _described(*call)
+    except TypeError:  # symbolic sizes cannot be hashed
+        return _described.__wrapped__(*call)
+
+
+def _check_tensors(operands: PagedOperands) -> None:
+    q, k, v, table, lengths, cu = operands
+    ranks = (3,) if cu is not None else (3, 4)
+    if q.dim() not in ranks:
+        layout = "[T, H, D] beside cu_seqlens_q" if cu is not None else "[B, H, D] (one token a sequence) or [B, T, H, D]"
+        raise ProblemError(f"q must have the layout {layout}; got shape {list(q.shape)}.")
+    for name, pages in (("k_pages", k), ("v_pages", v)):
+        if pages.dim() != 4:
+            raise ProblemError(f"{name} must have the layout [page, slot, H, D]; got shape {list(pages.shape)}.")
+    for name, tensor in (("q", q), ("k_pages", k), ("v_pages", v)):
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ProblemError(f"{name} has dtype {tensor.dtype}; required is one of {', '.join(map(str, DTYPE_NAMES))}.")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ProblemError(
+                f"{name} must have stride 1 in its last dimension; got strides {tensor.stride()} for shape "
+                f"{list(tensor.shape)}."
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(f"q, k_pages and v_pages must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}.")
+    numbers = [("block_table", table, 2, "[B, pages of a sequence]"), ("seqlens_k", lengths, 1, "[B]")]
+    numbers += [] if cu is None else [("cu_seqlens_q", cu, 1, "[B + 1]")]
+    for name, tensor, rank, layout in numbers:
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ProblemError(f"{name} must be int32 or int64; got {tensor.dtype}. Convert it with .to(torch.int32).")
+        if tensor.dim() != rank:
+            raise ProblemError(f"{name} must have shape {layout}; got {list(tensor.shape)}.")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ProblemError(f"{name} must have stride 1 in its last dimension; got strides {tensor.stride()}.")
+    if cu is not None and cu.shape[0] != lengths.shape[0] + 1:
+        raise ProblemError(
+            f"cu_seqlens_q must have one element more than seqlens_k: the first row of each sequence and, last, one past "
+            f"the end; got {list(cu.shape)} and {list(lengths.shape)}."
+        )
+    for name, tensor in (("k_pages", k), ("v_pages", v), *((name, tensor) for name, tensor, *_ in numbers)):
+        if tensor.device != q.device:
+            raise ProblemError(f"{name} is on {tensor.device} and q on {q.device}; move it with .to(q.device).")
+
+
+def check_values(problem: PagedProblem, operands: PagedOperands) -> None:
+    """Lengths and the pages that they reach. Only for tensors on the CPU, where reading costs nothing; kernels clamp instead.
+
+    Raises:
+        ProblemError: names the sequence, what it has, and what is allowed.
+    """
+    q, k, _, table, lengths, cu = operands
+    for b, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= problem.len_k:
+            raise ProblemError(
+                f"seqlens_k[{b}] is {length}; the block table has room for 0 to {problem.len_k} keys "
+                f"({table.shape[1]} pages of {problem.page_size})."
+            )
+        used = table[b, : -(-length // problem.page_size)]
+        wrong = ((used < 0) | (used >= k.shape[0])).nonzero()
+        if len(wrong):
+            column = int(wrong[0])
+            raise ProblemError(
+                f"block_table[{b}, {column}] is {int(used[column])}, but there are pages 0 to {k.shape[0] - 1} "
+                f"(sequence {b} has {length} keys)."
+            )
+    if cu is not None:
+        values = cu.tolist()
+        if values[0] != 0 or any(y < x for x, y in pairwise(values)) or values[-1] > q.shape[0]:
+            raise ProblemError(
+                f"cu_seqlens_q must start at 0, never decrease and end at most at {q.shape[0]} (the rows that arrived); "
+                f"got {values[:8]}{', ...' if len(values) > 8 else ''}."
+            )

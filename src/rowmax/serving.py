@@ -1,0 +1,104 @@
+"""The public calls of serving: attention over a paged KV cache."""
+
+from typing import Optional, Union
+
+import torch
+
+from rowmax.api import Window, _band, _hint, _number
+from rowmax.eager import _somebody_listens as somebody_listens
+from rowmax.errors import ProblemError
+from rowmax.ops import in_forward_mode
+from rowmax.ops_paged import PAGED, PAGED_INTO, run
+from rowmax.plan import Plan
+
+
+def attention_paged(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    *,
+    cu_seqlens_q: Optional[torch.Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    causal: bool = True,
+    window: Optional[Window] = None,
+    scale: Optional[float] = None,
+    num_splits: Optional[int] = None,
+    return_lse: bool = False,
+    out: Optional[torch.Tensor] = None,
+    plan: Union[None, str, Plan] = None,
+):
+    """Exact attention of new tokens over sequences whose keys and values lie in pages: decoding, speculative decoding, prefill
+    in chunks, and all of them in one call. Inference only.
+
+    Args:
+        q: one of
+            `[B, Hq, D]`: one token of each sequence;
+            `[B, T, Hq, D]`: the last T tokens of each sequence;
+            `[Tq, Hq, D]` with `cu_seqlens_q`: the last tokens of each sequence, as many as it says, packed.
+        k_pages: `[page, slot, Hk, D]` in q's dtype, D up to 576, any strides with the last equal to 1: pages stored as
+            `[page, Hk, slot, D]` are passed as `k_pages.transpose(1, 2)`. Hq is a multiple of Hk.
+        v_pages: `[page, slot, Hk, Dv]`, Dv up to 512. For multi-head latent attention pass `k_pages[..., :512]`: the same
+            memory is then read once.
+        block_table: int32 or int64 `[B, pages of a sequence]`: the page of keys `page_size * i` and following. Entries that a
+            sequence does not reach may hold anything.
+        seqlens_k: int32 or int64 `[B]`: keys of each sequence, those of the new tokens included, which must be in the cache.
+        cu_seqlens_q: int32 or int64 `[B + 1]`, as for `attention_varlen`.
+        max_seqlen_q: hint for the tile; the result does not depend on it.
+        causal: the last query sees the last key, the one before it one key less.
+        window: `(left, right)` around that diagonal, as for `attention`.
+        scale: `None` is `1/sqrt(D)`.
+        num_splits: parts that the keys of a sequence are shared out in. `None`: by the plan, from the lengths on the device.
+        return_lse: also return the log-sum-exp, fp32, natural logarithm.
+        out: where to write the output, shaped as below.
+        plan: `None`, or a plan by its spelling, "split_kv[16x64 w4 s3 p264]"; see `rowmax.plan`.
+
+    Returns:
+        out, q's shape with Dv for D; with `return_lse` also lse `[B, Hq]`, `[B, Hq, T]` or `[Hq, Tq]`. A query that sees no
+        key, and packed rows of no sequence, give 0 and -inf.
+
+    Lengths and tables are never read back from a GPU: one captured graph serves all of them. There, lengths and ids that leave
+    the tensors are clamped, wrong numbers at worst; on the CPU they are checked.
+
+    Raises:
+        ProblemError: what arrived, what is required and the fix; also where gradients are asked for.
+        Unsupported: no algorithm can run the call on this device; lists every candidate's reason.
+
+    Method: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over pages (PagedAttention, Kwon et al. 2023, section 4.1).
+    """
+    given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table, "seqlens_k": seqlens_k}
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+        if flag is not True and flag is not False:
+            raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
+    left, right = _band(causal, window)
+    scale = scale if scale is None or type(scale) is float else _number("scale", scale)
+    call = (
+        *(return_lse, q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, _hint("max_seqlen_q", max_seqlen_q)),
+        *(scale, left, right, _hint("num_splits", num_splits), "" if plan is None else str(plan)),
+    )
+    if _dispatched(q, k_pages, v_pages):
+        if out is None:
+            out, lse = PAGED(*call)
+        else:
+            lse = PAGED_INTO(out, *call)
+    else:
+        given_out = out
+        out, lse = run(out, *call)
+        if given_out is not None:
+            torch.autograd.graph.increment_version(out)  # a graph of autograd that saved it notices that it changed
+    return (out, lse) if return_lse else out
+
+
+def _dispatched(q, k, v) -> bool:
+    """Does the call have to go through the operator? Past it, an eager call costs the host a fraction (`eager`)."""
+    return (
+        torch.compiler.is_compiling()
+        or in_forward_mode()
+        or somebody_listens(q, k, v)
+        or torch.autograd._profiler_enabled()
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    )
