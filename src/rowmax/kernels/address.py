@@ -37,6 +37,15 @@ def extent(cu_seqlens, b, total):
 
 
 @triton.jit
+def line_begin(begin, sequence):
+    """Where a packed sequence begins in a line of numbers that TMA reads: at a multiple of 4 numbers, which are 16 bytes.
+
+    From anywhere else loading is an illegal instruction. Sequences do not overlap; a line has 4 numbers more for each.
+    """
+    return (begin // 4 + sequence) * 4
+
+
+@triton.jit
 def locate(pid, cu_rows, cu_others, batch, heads, tiles, len_rows, len_others, BLOCK: tl.constexpr):
     """The work of one program: `(tile_start, head, b, begin_rows, len_rows, begin_others, len_others)`.
 

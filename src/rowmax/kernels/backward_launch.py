@@ -44,18 +44,20 @@ def hopper_backward_calls(
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     block_d, block_dv = padded_dims(problem)
     lines = problem.heads_q * (1 if problem.packed else problem.batch)
-    line_length = -(-problem.len_q // 4) * 4  # TMA takes lines of whole 16 bytes
+    line_length = -(-problem.len_q // 4) * 4 + (4 * problem.batch if problem.packed else 0)  # `address.line_begin`
     sums = q.new_empty((lines, problem.len_q, problem.dim_qk), dtype=torch.float32)
-    lse_log2, delta = q.new_empty((2, lines, line_length), dtype=torch.float32)
+    make = q.new_zeros if problem.packed else q.new_empty  # between sequences are numbers that nobody writes
+    lse_log2, delta = make((2, lines, line_length), dtype=torch.float32)
     key_tiles = _row_tiles(problem, problem.len_k, KEYS)
     flags = _programs(problem, key_tiles, problem.heads_k)
     suspect = q.new_empty(flags, dtype=torch.int32)
 
-    row_tiles = -(-problem.len_q // ROWS)
-    programs = row_tiles * lines
-    tensors: tuple = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous(), lse_log2, delta, sums, suspect)
+    row_tiles = _row_tiles(problem, problem.len_q, ROWS)
+    programs = _programs(problem, row_tiles, problem.heads_q)
+    given = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous())
+    tensors: tuple = (*given, lse_log2, delta, sums, suspect, cu_seqlens_q)
     numbers: tuple = (
-        *(_strides(out), _strides(grad_out), problem.heads_q, row_tiles, problem.len_q, line_length, flags),
+        *(_strides(out), _strides(grad_out), problem.batch, problem.heads_q, row_tiles, problem.len_q, line_length, flags),
         *(problem.dim_qk, problem.dim_v, ROWS, _padded(problem.dim_qk), _padded(problem.dim_v)),
         1 << (-(-flags // programs) - 1).bit_length(),
     )
@@ -64,7 +66,7 @@ def hopper_backward_calls(
     sources = (
         *(_descriptor(q, tile.block_m, block_d), _descriptor(grad_out, tile.block_m, block_dv)),
         *(_descriptor(k, KEYS, block_d), _descriptor(v, KEYS, block_dv)),
-        *(_line_descriptor(t, problem.len_q, tile.block_m) for t in (lse_log2, delta)),
+        *(_line_descriptor(t, line_length if problem.packed else problem.len_q, tile.block_m) for t in (lse_log2, delta)),
         *(_sum_descriptor(sums), _descriptor(dk, KEYS, block_d), _descriptor(dv, KEYS, block_dv)),
     )
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
@@ -79,8 +81,6 @@ def hopper_backward_calls(
     tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, cu_seqlens_q, cu_seqlens_k)
     backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
-    row_tiles = _row_tiles(problem, problem.len_q, ROWS)
-    programs = _programs(problem, row_tiles, problem.heads_q)
     tensors = (q, k, v, grad_out, sums, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
     numbers = (
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),

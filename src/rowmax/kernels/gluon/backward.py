@@ -34,7 +34,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import extent, find_sequence
+from rowmax.kernels.address import extent, find_sequence, line_begin
 from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
     column_layout,
@@ -69,8 +69,8 @@ SIDE = gl.constexpr(64)  # rows and columns of dQ that are added at once
 NOWHERE = gl.constexpr(0x40000000)  # a row past the end of every tensor
 SHARES = gl.constexpr(2)  # turns whose dS are in shared memory
 # What is not needed in every turn: in shared memory instead of registers.
-COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q = map(gl.constexpr, range(8))
-NOTES = gl.constexpr(8)
+COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q, SHIFT = map(gl.constexpr, range(9))
+NOTES = gl.constexpr(9)
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,7 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
     b = _note(notes, BATCH)
     first_key = _note(notes, BEGIN_K) + _note(notes, COL)
     member = head * BUILD.GROUP - line  # of a line, the head of Q
+    shift = _note(notes, SHIFT)  # of a row, its place in a line
     k_parts = (k_buffers, k_source, k_buffers, k_source)
     v_parts = (v_buffers, v_source, v_buffers, v_source)
     q_parts = (q_buffers, q_source)
@@ -204,11 +205,11 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
         for c in gl.static_range(BUILD.CONSUMERS):
             fill(k_ring, k_parts, b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)
         for turn in range(turns):
-            fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, turn, BUILD.STAGES)
+            fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
             if turn == 0:
                 for c in gl.static_range(BUILD.CONSUMERS):
                     fill(v_ring, v_parts, b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)
-            fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, turn, BUILD.STAGES)
+            fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
             row, line = following(row, line, ranges, BUILD)
 
 
@@ -452,7 +453,7 @@ def _store(x, part, b, begin, col, head, heads, length, DIM: gl.constexpr, BUILD
 @gluon.jit
 def backward_kernel(
     q_source, do_source, k_source, v_source,  # descriptors of [B, T, H, D], a packed tensor with B = 1
-    lse_source, delta_source,  # fp32 [B * H, len_q] or [H, len_q]: the LSE in base 2, and delta
+    lse_source, delta_source,  # fp32 [B * H, length] or [H, length]: the LSE in base 2, and delta; see `address.line_begin`
     dq_source,  # fp32 [B * H, len_q, DIM] or [H, len_q, DIM], 0 before: dQ / scale
     dk_source, dv_source,  # as k and v
     dk_ptr, dv_ptr,  # packed: [T, H, D]; None: dense
@@ -505,6 +506,10 @@ def backward_kernel(
     notes.index(LEN_K).store(zero + own_k)
     notes.index(BEGIN_Q).store(zero + begin_q)
     notes.index(LEN_Q).store(zero + own_q)
+    if BUILD.PACKED:
+        notes.index(SHIFT).store(zero + line_begin(begin_q, sequence) - begin_q)
+    else:
+        notes.index(SHIFT).store(zero)
     out = (dk_ptr, dv_ptr, suspect_ptr, heads)
     sources = (q_source, do_source, k_source, v_source, lse_source, delta_source, dq_source, dk_source, dv_source)
     buffers = (q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares)

@@ -7,45 +7,56 @@ computes once more, as the portable kernels do, rows of dQ with a NaN and the 64
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import head_base, load_tile, locate, store_tile
+from rowmax.kernels.address import find_sequence, head_base, line_begin, load_tile, locate, store_tile
 from rowmax.kernels.tile_ops import GUARD, any_of
 from rowmax.kernels.triton.backward import LOG2E, _store_guarded_dq, _walk_queries
+
+
+@triton.jit
+def _place(pid, begin, cu_rows, batch, tiles, BLOCK: tl.constexpr):
+    """In a line of numbers, where the sequence begins that `locate` gave this program."""
+    if cu_rows is None:
+        return 0
+    else:
+        return line_begin(begin, find_sequence(tiles - 1 - pid % tiles, cu_rows, batch, BLOCK))
 
 
 @triton.jit
 def prepare_kernel(
     o_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]
     lse_ptr, dlse_ptr,  # fp32 [B, H, T] or [H, T], contiguous; dlse_ptr None: no gradient
-    lse_log2_ptr, delta_ptr,  # results, fp32, one line of `line_length` numbers for each head
+    lse_log2_ptr, delta_ptr,  # results, fp32, a line of `line_length` numbers for each head; packed: see `address.line_begin`
     sum_ptr, suspect_ptr,  # to be cleared: fp32 [B, H, T, DIM] or [H, T, DIM], int32 [flags]
-    o_strides, do_strides, heads, tiles, len_q, line_length, flags,
+    cu_seqlens_q,  # [batch + 1]; None: dense
+    o_strides, do_strides, batch, heads, tiles, len_q, line_length, flags,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FLAGS: tl.constexpr,
 ):  # fmt: skip
     """As `row_kernel`. Lines are as long as TMA wants them; FLAGS: how many marks a program clears."""
     pid = tl.program_id(0)
-    row = pid % tiles * BLOCK_M
-    line = pid // tiles
-    head = line % heads
-    b = line // heads
+    row, head, b, begin, own_q, _begin, _own = locate(
+        pid, cu_seqlens_q, cu_seqlens_q, batch, heads, tiles, len_q, len_q, BLOCK_M
+    )
+    b = tl.cast(b, tl.int32)
+    line = b.to(tl.int64) * heads + head
     numbers = pid * FLAGS + tl.arange(0, FLAGS)
     tl.store(suspect_ptr + numbers, 0, mask=numbers < flags)
-    sum_base = sum_ptr + line.to(tl.int64) * len_q * DIM
-    store_tile(sum_base, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row, DIM, len_q, DIM, BLOCK_M, BLOCK_D)
-    o = load_tile(head_base(o_ptr, o_strides, b, 0, head), row, o_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV, True)
-    do = load_tile(head_base(do_ptr, do_strides, b, 0, head), row, do_strides[1], len_q, DIM_V, BLOCK_M, BLOCK_DV, True)
+    sum_base = sum_ptr + (line * len_q + begin) * DIM
+    store_tile(sum_base, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row, DIM, own_q, DIM, BLOCK_M, BLOCK_D)
+    o = load_tile(head_base(o_ptr, o_strides, b, begin, head), row, o_strides[1], own_q, DIM_V, BLOCK_M, BLOCK_DV, True)
+    do = load_tile(head_base(do_ptr, do_strides, b, begin, head), row, do_strides[1], own_q, DIM_V, BLOCK_M, BLOCK_DV, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     rows = row + tl.arange(0, BLOCK_M)
-    given = line.to(tl.int64) * len_q + rows
+    given = line * len_q + begin + rows
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + given, mask=rows < len_q, other=0.0)
-    lse_log2 = tl.load(lse_ptr + given, mask=rows < len_q, other=0.0) * LOG2E
+        delta -= tl.load(dlse_ptr + given, mask=rows < own_q, other=0.0)
+    lse_log2 = tl.load(lse_ptr + given, mask=rows < own_q, other=0.0) * LOG2E
     # Where a unit in the last place is 1/8 and more, rounding could lift a weight over 1, up to infinity: round up instead.
     lse_log2 = tl.where(tl.abs(lse_log2) > 1048576.0, lse_log2 + tl.abs(lse_log2) * 4.76837158203125e-07, lse_log2)
     lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)  # a row that sees nothing has no weights
-    made = line.to(tl.int64) * line_length + rows
-    tl.store(delta_ptr + made, delta, mask=rows < len_q)
-    tl.store(lse_log2_ptr + made, lse_log2, mask=rows < len_q)
+    made = line * line_length + _place(pid, begin, cu_seqlens_q, batch, tiles, BLOCK_M) + rows
+    tl.store(delta_ptr + made, delta, mask=rows < own_q)
+    tl.store(lse_log2_ptr + made, lse_log2, mask=rows < own_q)
 
 
 @triton.jit
@@ -73,7 +84,7 @@ def finish_kernel(
             store_tile(dq_base, sums * scale, row, dq_strides[1], own_q, DIM, ROWS, BLOCK_D)
             if any_of(sums != sums) > 0:  # perhaps a NaN or infinity of K or V that not every row sees
                 tl.debug_barrier()
-                own = line * line_length + begin_q
+                own = line * line_length + _place(pid, begin_q, cu_seqlens_q, batch, tiles, ROWS)
                 _store_guarded_dq(
                     head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
                     head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(do_ptr, do_strides, b, begin_q, head),
@@ -110,7 +121,8 @@ def _store_guarded_keys(
     )
     b = tl.cast(b, tl.int32)
     first_head = kv_head * GROUP
-    own = (b.to(tl.int64) * heads + first_head) * line_length + begin_q
+    line = (b.to(tl.int64) * heads + first_head) * line_length
+    own = line + _place(pid, begin_q, cu_seqlens_k, batch, key_tiles, KEYS)
     k_base = head_base(k_ptr, k_strides, b, begin_k, kv_head)
     v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
     q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)

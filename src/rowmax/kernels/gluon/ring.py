@@ -138,8 +138,11 @@ def give_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def fill_with_line(ring, tile, line, b, row, head, number, turn, STAGES: gl.constexpr):
-    """Producer: as `fill`, and with it the numbers of these rows. `tile`, `line`: buffers and source; `number`: of the line."""
+def fill_with_line(ring, tile, line, b, row, head, number, place, turn, STAGES: gl.constexpr):
+    """Producer: as `fill`, and with it the numbers of these rows, from `place` on in line `number`.
+
+    `tile`, `line`: buffers and source. `place` is a multiple of 4.
+    """
     full, empty = ring
     buffers, source = tile
     line_buffers, line_source = line
@@ -147,7 +150,7 @@ def fill_with_line(ring, tile, line, b, row, head, number, turn, STAGES: gl.cons
     mbarrier.wait(empty.index(i), phase_of(turn, STAGES) ^ 1)
     mbarrier.expect(full.index(i), source.block_type.nbytes + line_source.block_type.nbytes)
     tma_load(source, [b, row, head, 0], full.index(i), buffers.index(i))
-    tma_load(line_source, [number, row], full.index(i), line_buffers.index(i))
+    tma_load(line_source, [number, place], full.index(i), line_buffers.index(i))
 
 
 @gluon.jit
