@@ -161,7 +161,9 @@ def backends(device: str) -> list[str]:
 
 def forward_backends(device: str) -> list[str]:
     """Algorithms that have no backward of their own."""
-    return ["hopper"] if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else []
+    if device != "cuda" or not torch.cuda.is_available():  # interpreted: `tests/kernels/test_generations.py`
+        return []
+    return [*(["hopper"] if torch.cuda.get_device_capability()[0] == 9 else []), "kv_outer", "dense"]
 
 
 def may_refuse(case: Case, backend: str) -> bool:
@@ -169,7 +171,11 @@ def may_refuse(case: Case, backend: str) -> bool:
         return str(case.problem) not in ATEN_RUNS
     if backend == "hopper":  # forward only, 16 bits; `tests/kernels/test_gluon_plan.py` pins what it takes
         return case.problem.dtype_name not in ("fp16", "bf16") or case.layout in ("odd", "broadcast") or _odd_dims(case.problem)
-    return backend == "q_outer" and case.problem.dtype_name == "fp64"
+    if backend in ("kv_outer", "dense") and not case.problem.plain:
+        return True
+    if backend == "dense" and (case.problem.packed or case.family == "large"):
+        return True
+    return backend in ("q_outer", "kv_outer", "dense") and case.problem.dtype_name == "fp64"
 
 
 def _odd_dims(problem: Problem) -> bool:

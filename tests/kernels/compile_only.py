@@ -15,13 +15,14 @@ import torch
 from machine_code import compiled, instructions, source
 
 from rowmax import Device, Problem, plan
-from rowmax.kernels import launch
+from rowmax.kernels import generations, launch
+from rowmax.plan.generations import BY_NAME
 from rowmax.problem import Operands
 
 INSTRUCTIONS = ("HGMMA", "HMMA", "STL", "LDL", "UTMALDG", "MUFU")
 
 
-def calls(problem: Problem, device: Device, direction: str):
+def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_outer"):
     """`(name, call)` of each kernel of one direction, with the tiles of the device's plan."""
     out_shape, lse_shape = problem.outputs()
     shapes = (
@@ -33,7 +34,10 @@ def calls(problem: Problem, device: Device, direction: str):
     q, k, v = (torch.empty(shape[problem.packed :], dtype=problem.dtype) for shape in shapes)
     operands = Operands(q, k, v, cu, cu)
     out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
-    tiles = plan(problem, device, direction=direction, prefer="q_outer").tiles
+    tiles = plan(problem, device, direction=direction, prefer=algorithm).tiles
+    if algorithm in BY_NAME:
+        named = generations.calls(algorithm, problem, operands, tiles[0], out, lse)
+        return [(call.kernel.fn.__name__, call) for call in named]
     if direction == "forward":
         return [("forward", launch.forward_call(problem, operands, tiles[0], out, lse))]
     query_tile, *key_tiles = tiles
@@ -72,9 +76,9 @@ def builds() -> dict:
     return {"problems": problems, "builds": {name: len(keys) for name, keys in found.items()}}
 
 
-def main(device_name: str, problem: str, direction: str) -> None:
+def main(device_name: str, problem: str, direction: str, algorithm: str = "q_outer") -> None:
     device = Device.named(device_name)
-    for name, call in calls(Problem.parse(problem), device, direction):
+    for name, call in calls(Problem.parse(problem), device, direction, algorithm):
         print(json.dumps(facts(name, call, device)), flush=True)
 
 

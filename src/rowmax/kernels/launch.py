@@ -18,6 +18,7 @@ from rowmax.kernels.triton.forward import forward_kernel
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
+from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
 from rowmax.plan.hopper import HopperTile, out_columns, padded_dims
 from rowmax.plan.split_kv import SplitTile
@@ -49,7 +50,7 @@ class Forward:
     """The forward of calls that differ in nothing but the addresses of their tensors; all else is worked out once."""
 
     def __init__(self, problem: Problem, plan: Plan, need_lse: bool):
-        self._problem, self._tile = problem, plan.tiles[0]
+        self._problem, self._tile, self._algorithm = problem, plan.tiles[0], plan.algorithm
         self._out_shape, self._lse_shape = problem.outputs()
         self._need_lse = need_lse
         self._has_work = _has_work(problem)
@@ -87,6 +88,11 @@ class Forward:
             builds = [_launch(device, call) for call in calls]
             if None not in builds:
                 self._again = _Hopper(calls, builds, device.index)
+        elif self._algorithm in BY_NAME:
+            from rowmax.kernels.generations import calls as calls_by_name
+
+            for call in calls_by_name(self._algorithm, self._problem, operands, tile, out, lse):
+                _launch(device, call)
         else:
             call = forward_call(self._problem, operands, tile, out, lse)
             build, numbers = _launch(device, call), call.numbers

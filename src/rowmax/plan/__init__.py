@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.paged import PagedProblem
-from rowmax.plan import cpu, hopper, portable, resources, split_kv, tuned
+from rowmax.plan import cpu, generations, hopper, portable, resources, split_kv, tuned
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -21,9 +21,9 @@ Direction = Literal["forward", "backward"]
 # Name -> the module that decides for it, in order of preference.
 CANDIDATES: dict[str, Any] = {
     **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED, "split_kv": split_kv, "hopper": hopper},
-    "q_outer": portable,
+    **{"q_outer": portable, "kv_outer": generations.KV_OUTER, "dense": generations.DENSE},
 }
-BACKWARD_OF = {"split_kv": "q_outer", "hopper": "q_outer"}  # a forward that was asked for by name -> whose backward runs
+BACKWARD_OF = dict.fromkeys(("split_kv", "hopper", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
 PAGED = ("gathered", "split_kv")  # those that read pages
 
 
@@ -109,7 +109,11 @@ def by_table(
     tiles, behind = wanted.tiles[:1] if forward else wanted.tiles[1:], len(wanted.tiles[1:])
     if behind and (reason := resources.miscount("backward", wanted.algorithm, behind)):  # in the forward, before it is too late
         raise Unsupported(f"'{prefer}': behind the tile of the forward are those of the backward", {wanted.algorithm: reason})
-    return _choose(problem, device, direction, aligned, _Wanted(algorithm, tiles, "tiles as asked for", "was asked for"))
+    chosen = _choose(problem, device, direction, aligned, _Wanted(algorithm, tiles, "tiles as asked for", "was asked for"))
+    if algorithm != wanted.algorithm:
+        reason = f"{wanted.algorithm} has a forward only, its gradients are {algorithm}'s; {chosen.reason}"
+        chosen = replace(chosen, reason=reason)
+    return chosen
 
 
 def forget() -> None:
@@ -129,6 +133,8 @@ def _choose(problem: Problem, device: Device, direction: Direction, aligned: boo
             reason = "reads no pages"
         if wanted and not reason and name != wanted.algorithm:
             reason = f"{wanted.algorithm} {wanted.by}"
+        if not reason and not wanted:
+            reason = generations.BY_NAME.get(name)
         if not reason and name == "hopper":
             reason = hopper.UNALIGNED if not aligned else None if wanted else hopper.passes_over(problem)
         if not reason and name == "split_kv" and not wanted:

@@ -11,6 +11,7 @@ import torch
 
 from rowmax.device import Device
 from rowmax.plan import hopper, split_kv
+from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import HopperTile, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
@@ -29,10 +30,13 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
         return split_kv.misfit(problem, device, tiles[0])
     if algorithm in ON_CPU:
         return next((f"{tile}: {found}" for tile in tiles if (found := _misfit_of_cpu(tile))), None)
-    for kernel, tile in zip(KERNELS[direction, len(tiles)], tiles, strict=True):
+    names = (algorithm,) if algorithm in BY_NAME else KERNELS[direction, len(tiles)]
+    for kernel, tile in zip(names, tiles, strict=True):
         if isinstance(tile, HopperTile) != (algorithm == "hopper"):
             return f"{tile} is no tile of {algorithm}"
         found = _misfit_of_hopper(tile) if isinstance(tile, HopperTile) else _misfit_of_portable(tile)
+        if not found and kernel in BY_NAME and tile.descriptors:
+            found = "loads by pointers, never by descriptors"
         if not found and device.kind != "cpu":  # Triton's interpreter has neither registers nor shared memory
             found = _too_large(problem, device, kernel, tile)
         if found:
@@ -53,13 +57,18 @@ def shared_bytes(problem: Problem, device: Device, kernel: str, tile: Tile) -> i
     if isinstance(tile, HopperTile):
         return hopper.shared_bytes(problem, tile)
     dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
+    element = torch.finfo(problem.dtype).bits // 8
+    if kernel == "kv_outer":  # K and V stay, Q passes
+        return (tile.block_n * (dim + dim_v) + tile.block_m * dim) * element
+    if kernel == "dense":  # of two products, neither of which keeps anything; one factor of Q K^T may stay in registers
+        return max(max(tile.block_m, tile.block_n) * dim, tile.block_n * (tile.block_m + dim_v) * (tile.stages - 1)) * element
     rows, columns = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     kept = rows * (dim if kernel in ("forward", "dv") else dim + dim_v)
     # Hopper's products read both factors from shared memory, so that a stage is busy until its product is done.
     asynchronous = device.capability == (9, 0) and problem.dtype != torch.float32 and rows >= 64
     buffers = tile.stages if asynchronous else tile.stages - 1
     streamed = columns * (max(dim, dim_v) if tile.stages == 1 else buffers * (dim + dim_v))
-    return (kept + streamed) * torch.finfo(problem.dtype).bits // 8
+    return (kept + streamed) * element
 
 
 def registers(problem: Problem, kernel: str, tile: Tile) -> int:
@@ -70,6 +79,8 @@ def registers(problem: Problem, kernel: str, tile: Tile) -> int:
     dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
     held = {
         "forward": tile.block_m * dim_v + scores,
+        "kv_outer": tile.block_m * dim_v + scores,
+        "dense": max(tile.block_m * dim_v, scores),
         "dq": tile.block_m * dim + 2 * scores,
         "dkdv": tile.block_n * (dim + dim_v) + 2 * scores,
         "dk": tile.block_n * dim + 2 * scores,

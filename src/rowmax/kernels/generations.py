@@ -1,0 +1,57 @@
+"""Calls of the forwards before FlashAttention-2, which run when they are asked for by name. Pure, as in `launch.py`."""
+
+import torch
+
+from rowmax.kernels.launch import Call, _bounded, _constants, _strides
+from rowmax.kernels.triton.dense import output_kernel, scores_kernel, softmax_kernel
+from rowmax.kernels.triton.kv_outer import kv_outer_kernel
+from rowmax.numerics import LOG2E
+from rowmax.plan.generations import SOFTMAX_TILE, score_columns
+from rowmax.plan.tile import Tile
+from rowmax.problem import Operands, Problem
+
+
+def calls(algorithm: str, problem: Problem, operands: Operands, tile: Tile, out, lse) -> tuple[Call, ...]:
+    """Launched one after another they compute `out`, and `lse` unless it is None. Takes the memory that the algorithm needs."""
+    return (dense_calls if algorithm == "dense" else kv_outer_calls)(problem, operands, tile, out, lse)
+
+
+def kv_outer_calls(problem: Problem, operands: Operands, tile: Tile, out, lse) -> tuple[Call, ...]:
+    """One launch; O in fp32, m and l in memory between its turns."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    _, lse_shape = problem.outputs()
+    constants = _constants(problem, tile)
+    acc = q.new_empty((*lse_shape, constants[-1]), dtype=torch.float32)
+    m, l = q.new_empty((2, *lse_shape), dtype=torch.float32)
+    tensors = (q, k, v, out, lse, acc, m, l, cu_seqlens_q, cu_seqlens_k)
+    numbers = (
+        *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E, _bounded(problem)),
+        *(problem.heads_q, problem.len_q, problem.len_k, *constants, tile.stages),
+    )
+    return (Call(kv_outer_kernel, problem.batch * problem.heads_q, tensors, numbers, tile),)
+
+
+def dense_calls(problem: Problem, operands: Operands, tile: Tile, out, lse) -> tuple[Call, ...]:
+    """Three launches; S in fp32 and P in the type of v in memory between them."""
+    q, k, v = operands[:3]
+    group, dim, _, block_m, block_n, block_d, _ = constants = _constants(problem, tile)
+    columns = score_columns(problem, tile)
+    row_tiles, col_tiles = -(-problem.len_q // block_m), columns // block_n
+    heads, lines = problem.batch * problem.heads_q, problem.batch * problem.heads_q * problem.len_q
+    s = q.new_empty((lines, columns), dtype=torch.float32)
+    p = q.new_empty((lines, columns))
+    scale_log2, band = problem.scale * LOG2E, _bounded(problem)
+    numbers: tuple = (
+        *(_strides(q), _strides(k), scale_log2, band, problem.heads_q, row_tiles, col_tiles, problem.len_q, problem.len_k),
+        *(columns, group, dim, block_m, block_n, block_d),
+    )
+    scores = Call(scores_kernel, heads * row_tiles * col_tiles, (q, k, s), numbers, tile)
+    rows = SOFTMAX_TILE.block_m
+    numbers = (lines, columns, rows, SOFTMAX_TILE.block_n)
+    softmax = Call(softmax_kernel, -(-lines // rows), (s, p, lse), numbers, SOFTMAX_TILE)
+    numbers = (
+        *(_strides(q), _strides(k), _strides(v), _strides(out), scale_log2, band, problem.heads_q, row_tiles),
+        *(problem.len_q, problem.len_k, columns, *constants, tile.stages),
+    )
+    output = Call(output_kernel, heads * row_tiles, (p, q, k, v, out, lse), numbers, tile)
+    return scores, softmax, output
