@@ -428,10 +428,10 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
-def sources(*mutants: tuple[str, str], kernel: str = "forward") -> list:
-    """Functions and constants of the kernel and its helpers as code, after replacements of text that is there once."""
+def sources(*mutants: tuple[str, str], kernels: tuple[str, ...] = ("forward",)) -> list:
+    """Functions and constants of the kernels and their helpers as code, after replacements of text that is there once."""
     mask = importlib.import_module("rowmax.mask")
-    own = (importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("index", "ring", kernel))
+    own = (importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("index", "ring", *kernels))
     modules = (mask, tile_ops, address, *own)
     texts = [inspect.getsource(module) for module in modules]
     for old, new in mutants:

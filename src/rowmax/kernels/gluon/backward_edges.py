@@ -26,7 +26,7 @@ def prepare_kernel(
     o_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]
     lse_ptr, dlse_ptr,  # fp32 [B, H, T] or [H, T], contiguous; dlse_ptr None: no gradient
     lse_log2_ptr, delta_ptr,  # results, fp32, a line of `line_length` numbers for each head; packed: see `address.line_begin`
-    sum_ptr, suspect_ptr,  # to be cleared: fp32 [B, H, T, DIM] or [H, T, DIM], int32 [flags]
+    sum_ptr, suspect_ptr,  # to be cleared: fp32 [B, H, T, DIM] or [H, T, DIM], None: there are none; int32 [flags]
     cu_seqlens_q,  # [batch + 1]; None: dense
     o_strides, do_strides, batch, heads, tiles, len_q, line_length, flags,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -41,8 +41,9 @@ def prepare_kernel(
     line = b.to(tl.int64) * heads + head
     numbers = pid * FLAGS + tl.arange(0, FLAGS)
     tl.store(suspect_ptr + numbers, 0, mask=numbers < flags)
-    sum_base = sum_ptr + (line * len_q + begin) * DIM
-    store_tile(sum_base, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row, DIM, own_q, DIM, BLOCK_M, BLOCK_D)
+    if sum_ptr is not None:
+        sum_base = sum_ptr + (line * len_q + begin) * DIM
+        store_tile(sum_base, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), row, DIM, own_q, DIM, BLOCK_M, BLOCK_D)
     o = load_tile(head_base(o_ptr, o_strides, b, begin, head), row, o_strides[1], own_q, DIM_V, BLOCK_M, BLOCK_DV, True)
     do = load_tile(head_base(do_ptr, do_strides, b, begin, head), row, do_strides[1], own_q, DIM_V, BLOCK_M, BLOCK_DV, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)

@@ -63,12 +63,6 @@ def tile_layout(rows, columns, dtype):
 
 
 @gluon.constexpr_function
-def key_layout(BLOCK_M):
-    """K or V in 16 bits as the first factor of transposed scores, from registers."""
-    return gl.DotOperandLayout(operand_index=0, parent=score_layout(BLOCK_M), k_width=2)
-
-
-@gluon.constexpr_function
 def share_layout(BLOCK_M, dtype):
     """dS^T of one consumer in shared memory, `[64, BLOCK_M]`."""
     return gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
@@ -84,3 +78,17 @@ def sum_layout():
 def line_layout():
     """A number for each row of a tile, `[1, rows]`, in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@gluon.constexpr_function
+def own_layout():
+    """A tile of 64 x 64 scores as `[8, 128, 4]`: for each of 128 threads the 32 numbers that `score_layout` gives it."""
+    registers = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    lanes, warps = [[0, 1 << i, 0] for i in range(5)], [[0, 32, 0], [0, 64, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [8, 128, 4])
+
+
+@gluon.constexpr_function
+def own_shared_layout():
+    """That in shared memory: threads take 16 bytes each, side by side."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])

@@ -1,0 +1,125 @@
+"""The four launches of the Hopper backward for head dimensions above 128. To be part of `launch.py`."""
+
+from typing import Optional
+
+import torch
+
+from rowmax.kernels.backward_launch import ROWS, _line_descriptor
+from rowmax.kernels.launch import GUARDED_FLAGS, Call, _bounded, _descriptor, _padded, _programs, _row_tiles, _strides
+from rowmax.numerics import LOG2E
+from rowmax.plan.hopper_wide import KEYS, QUERIES, HopperWideTile, misfit, padded_dims, value_stages
+from rowmax.plan.tile import Tile
+from rowmax.problem import Operands, Problem
+
+CONSUMER_ROWS = 64  # rows of a consumer of the dQ kernel, and of a mark
+
+
+def wide_backward_calls(
+    problem: Problem,
+    operands: Operands,
+    tile: HopperWideTile,
+    out,
+    lse,
+    grad_out,
+    grad_lse: Optional[torch.Tensor],
+    dq,
+    dk,
+    dv,
+) -> tuple[Call, Call, Call, Call]:
+    """Rows first, then dK and dV, then dQ, then repairs. Takes memory: two numbers for a row, and a mark for 64 of them."""
+    from rowmax.kernels.gluon.backward_edges import prepare_kernel
+    from rowmax.kernels.gluon.backward_wide_edges import repair_kernel
+
+    why_not = misfit(problem, tile)
+    if why_not:
+        raise ValueError(why_not)
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    lines = problem.heads_q * (1 if problem.packed else problem.batch)
+    line_length = -(-problem.len_q // 4) * 4 + (4 * problem.batch if problem.packed else 0)  # `address.line_begin`
+    make = q.new_zeros if problem.packed else q.new_empty  # between sequences are numbers that nobody writes
+    lse_log2, delta = make((2, lines, line_length), dtype=torch.float32)
+    key_tiles, flag_tiles = _row_tiles(problem, problem.len_k, KEYS), _row_tiles(problem, problem.len_q, CONSUMER_ROWS)
+    key_flags, row_flags = _programs(problem, key_tiles, problem.heads_k), _programs(problem, flag_tiles, problem.heads_q)
+    flags = key_flags + row_flags
+    suspect = q.new_empty(flags, dtype=torch.int32)
+
+    row_tiles = _row_tiles(problem, problem.len_q, ROWS)
+    programs = _programs(problem, row_tiles, problem.heads_q)
+    given = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous())
+    tensors: tuple = (*given, lse_log2, delta, None, suspect, cu_seqlens_q)
+    numbers: tuple = (
+        *(_strides(out), _strides(grad_out), problem.batch, problem.heads_q, row_tiles, problem.len_q, line_length, flags),
+        *(problem.dim_qk, problem.dim_v, ROWS, _padded(problem.dim_qk), _padded(problem.dim_v)),
+        1 << (-(-flags // programs) - 1).bit_length(),
+    )
+    prepare = Call(prepare_kernel, programs, tensors, numbers, Tile(ROWS, 1, 4, 1))
+    keys = _keys(problem, operands, tile, grad_out, lse_log2, delta, suspect[:key_flags], dk, dv)
+    queries = _queries(problem, operands, tile, grad_out, lse_log2, delta, suspect[key_flags:], dq)
+
+    tensors = (q, k, v, grad_out, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
+    numbers = (
+        *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
+        *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, flag_tiles, key_tiles, row_flags, key_flags),
+        *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),
+        *(_padded(problem.dim_qk), _padded(problem.dim_v), KEYS, GUARDED_FLAGS),
+    )
+    repair = Call(repair_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(KEYS, 1, 4, 1))
+    return prepare, keys, queries, repair
+
+
+def _keys(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, lse_log2, delta, suspect, dk, dv) -> Call:
+    from rowmax.kernels.gluon.backward_wide_keys import Build, key_kernel
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    block_d, block_dv = padded_dims(problem)
+    length = lse_log2.shape[1] if problem.packed else problem.len_q
+    sources = (
+        *(_descriptor(q, QUERIES, block_d), _descriptor(grad_out, QUERIES, block_dv)),
+        *(_descriptor(k, KEYS, block_d), _descriptor(v, KEYS, block_dv)),
+        *(_line_descriptor(t, length, QUERIES) for t in (lse_log2, delta)),
+        *(_descriptor(dk, KEYS, block_d), _descriptor(dv, KEYS, block_dv)),
+    )
+    tiles = _row_tiles(problem, problem.len_k, KEYS)
+    members = _together(problem, tile, problem.len_q, problem.max_len_q, problem.group, problem.heads_k)
+    build = Build(
+        *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, tile.stages, *tile.registers())
+    )
+    numbers = (
+        *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles, members),
+        *(problem.len_q, problem.len_k, build),
+    )
+    tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, cu_seqlens_q, cu_seqlens_k)
+    return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
+
+
+def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, lse_log2, delta, suspect, dq) -> Call:
+    from rowmax.kernels.gluon.backward_wide_queries import Build, query_kernel
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    block_d, block_dv = padded_dims(problem)
+    sources = (
+        *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(grad_out, CONSUMER_ROWS, block_dv)),
+        *(_descriptor(k, KEYS, block_d), _descriptor(v, KEYS, block_dv), _descriptor(dq, CONSUMER_ROWS, block_d)),
+    )
+    tiles = _row_tiles(problem, problem.len_q, tile.block_m)
+    heads = problem.heads_q
+    members = _together(problem, tile, problem.len_k, problem.max_len_k, 1, heads // problem.group) * problem.group
+    build = Build(
+        *(problem.packed, problem.group, problem.dim_qk, block_d, block_dv, tile.stages, value_stages(problem, tile)),
+        *tile.registers(),
+    )
+    numbers = (
+        *(problem.scale * LOG2E, _bounded(problem), problem.batch, heads, tiles, members),
+        *(problem.len_q, problem.len_k, lse_log2.shape[1], build),
+    )
+    tensors = (*sources, dq if problem.packed else None, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
+    return Call(query_kernel, _programs(problem, tiles, heads), tensors, numbers, tile)
+
+
+def _together(problem: Problem, tile: HopperWideTile, length: int, longest: Optional[int], group: int, heads: int) -> int:
+    """KV heads whose Q and dO, or K and V, take `group_mb` of L2 together; at least one."""
+    rows = length
+    if problem.packed:
+        rows = longest or -(-length // max(problem.batch, 1))
+    head_bytes = max(rows, 1) * 2 * (problem.dim_qk + problem.dim_v) * group
+    return min(max((tile.group_mb << 20) // head_bytes, 1), heads * (1 if problem.packed else problem.batch))

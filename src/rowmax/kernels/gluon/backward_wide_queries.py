@@ -1,0 +1,277 @@
+"""dQ for head dimensions up to 256 on Hopper: the forward's shape, a block owns 128 rows, and K/V tiles stream past.
+
+    S = Q K^T,  P = exp(scale S - LSE),  dP = dO V^T,  dS = P (dP - delta),  dQ = scale dS K
+
+Each of two consumers has 64 rows, whose Q and dO stay in shared memory and whose dQ stays in registers, so that it needs no
+sums in memory and comes out the same every time. dS is the first factor of dQ as it is, from registers. Launched by
+`backward_wide_launch.py` beside `backward_wide_keys.py`. Source: Dao, "FlashAttention-2" (2023), algorithm 2, with rows and
+keys exchanged in its loops; what stands where is our own.
+
+A turn is dQ of its key tile, then S and dP of the next one, issued together and awaited one after another: P is computed while
+the tensor cores do dP, and dQ is awaited first, so that its K can be replaced. Nothing is in flight where the loop goes round.
+There is room for two K tiles and one V tile: V is read by one product only.
+
+NaN and infinities: where a row does not see a key, dS is set to 0, whatever P and dP are; but 0 * NaN of K is NaN. Rows with a
+NaN leave a mark for their 64, and `backward_wide_edges.py` computes these once more.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from rowmax.kernels.address import extent, find_sequence, line_begin
+from rowmax.kernels.gluon.backward import (
+    BATCH,
+    BEGIN_K,
+    BEGIN_Q,
+    COL,
+    FLAG,
+    HEAD,
+    LEN_K,
+    LEN_Q,
+    NOTES,
+    _mark,
+    _note,
+    _nothing,
+    _store,
+)
+from rowmax.kernels.gluon.index import along
+from rowmax.kernels.gluon.layouts import (
+    number_layout,
+    out_layout,
+    row_layout,
+    score_layout,
+    slot_layout,
+    weight_layout,
+)
+from rowmax.kernels.gluon.names import store_wait
+from rowmax.kernels.gluon.ring import buffer_of, fill, open_ring, release, wait_full
+from rowmax.kernels.tile_ops import end_key, first_key, key_ranges
+
+ROWS = gl.constexpr(64)  # of a consumer
+CONSUMERS = gl.constexpr(2)
+BLOCK_N = gl.constexpr(64)  # keys of a tile
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        GROUP: query heads of a KV head.
+        DIM: of Q; BLOCK_D, BLOCK_DV: head dimensions in shared memory, zero-filled.
+        STAGES, V_STAGES: K tiles and V tiles in flight.
+        REGISTERS, PRODUCER_REGISTERS: of one thread.
+    """
+
+    PACKED: bool
+    GROUP: int
+    DIM: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    STAGES: int
+    V_STAGES: int
+    REGISTERS: int
+    PRODUCER_REGISTERS: int
+
+    def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
+        for name, value in vars(self).copy().items():
+            object.__setattr__(self, name, gl.constexpr(value))
+
+
+@gluon.jit
+def locate_rows(tile, work, BUILD: gl.constexpr):
+    """`(row, head, b, sequence, begin_q, len_q, begin_k, len_k)` of a row tile; `head` is one of Q.
+
+    Heads come in groups of `members`, whose K/V stay in L2; inside a group the last row tile of every head first, which with a
+    causal mask is the longest. Packed: `b` is 0, and a surplus tile starts at or past its sequence's end.
+    """
+    cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k = work
+    BLOCK: gl.constexpr = CONSUMERS * ROWS
+    every = heads
+    if not BUILD.PACKED:
+        every = heads * batch
+    group = tile // (tiles * members)
+    place = tile % (tiles * members)
+    present = gl.minimum(members, every - group * members)
+    head = group * members + place % present
+    row_tile = tiles - 1 - place // present
+    if BUILD.PACKED:
+        sequence = find_sequence(row_tile, cu_seqlens_q, batch, BLOCK)
+        begin_q, own_q = extent(cu_seqlens_q, sequence, len_q)
+        begin_k, own_k = extent(cu_seqlens_k, sequence, len_k)
+        row = (row_tile - begin_q // BLOCK - sequence) * BLOCK
+        return gl.where(row < 0, own_q, row), head, tile * 0, sequence, begin_q, own_q, begin_k, own_k
+    else:
+        return row_tile * BLOCK, head % heads, head // heads, tile * 0, tile * 0, len_q, tile * 0, len_k
+
+
+@gluon.jit
+def _row_producer(ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
+    """Fetches Q and dO of the consumers, and for every turn K and V."""
+    q_source, do_source, k_source, v_source, _dq = sources
+    q_buffers, do_buffers, k_buffers, v_buffers = buffers
+    q_ring, do_ring, k_ring, v_ring = rings
+    turns, start, _full, _full_end = ranges
+    head = _note(notes, HEAD)
+    b = _note(notes, BATCH)
+    row = _note(notes, BEGIN_Q) + _note(notes, COL)
+    col = _note(notes, BEGIN_K) + start
+    q_parts = (q_buffers, q_source, q_buffers, q_source)
+    do_parts = (do_buffers, do_source, do_buffers, do_source)
+    k_parts = (k_buffers, k_source, k_buffers, k_source)
+    v_parts = (v_buffers, v_source, v_buffers, v_source)
+    if turns > 0:
+        for c in gl.static_range(CONSUMERS):
+            fill(q_ring, q_parts, b, row + c * ROWS, head, c, CONSUMERS, 0, 1, 0)
+        for turn in range(turns):
+            fill(k_ring, k_parts, b, col, head // BUILD.GROUP, turn, BUILD.STAGES, 0, 1, 0)
+            if turn == 0:
+                for c in gl.static_range(CONSUMERS):
+                    fill(do_ring, do_parts, b, row + c * ROWS, head, c, CONSUMERS, 0, 1, 0)
+            fill(v_ring, v_parts, b, col, head // BUILD.GROUP, turn, BUILD.V_STAGES, 0, 1, 0)
+            col += BLOCK_N
+
+
+@gluon.jit
+def _hide_keys(ds, row, col, len_q, len_k, band):
+    """0 where a query does not see a key. Keys are 8 i + 2 t + e; a thread has every i: constants to compare with."""
+    parts = ds.reshape([ds.shape[0], ds.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    rows = row + along(ds.shape[0], LAYOUT, 0)
+    eights = 8 * along(parts.shape[1], LAYOUT, 1)
+    own = col + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
+    seen = eights < gl.minimum(end_key(rows, len_k - len_q, len_k, band), len_k) - own
+    if band.left is not None:
+        seen = seen & (eights >= first_key(rows, len_k - len_q, band) - own)
+    return gl.convert_layout(gl.where(seen, parts, 0.0).reshape(ds.shape), ds.type.layout)
+
+
+@gluon.jit
+def _row_scores(rows, buffers, col, turn, CONSUMER: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):
+    """`[queries, keys]` of Q and K, or of dO and V, of a turn: issued, not awaited."""
+    a = rows.index(CONSUMER + _nothing(col)).reshape([ROWS, BLOCK])
+    b = buffers.index(buffer_of(turn, STAGES)).reshape([BLOCK_N, BLOCK])
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout(BLOCK_N))
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _row_consumer(
+    ranges, notes, lines, band, scale_log2, out, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+):  # fmt: skip
+    """dQ of 64 rows."""
+    _q, _do, _k, _v, dq_source = sources
+    q_buffers, do_buffers, k_buffers, v_buffers = buffers
+    q_ring, do_ring, k_ring, v_ring = rings
+    turns, start, full, full_end = ranges
+    lse_ptr, delta_ptr = lines
+    dtype: gl.constexpr = q_buffers.dtype
+    dq = gl.zeros([ROWS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
+    row = _note(notes, COL) + CONSUMER * ROWS
+    rows = row + gl.arange(0, ROWS, layout=row_layout(score_layout(BLOCK_N)))
+    keep = rows < _note(notes, LEN_Q)
+    lse = gl.expand_dims(gl.load(lse_ptr + rows, mask=keep, other=float("inf")), 1)
+    delta = gl.expand_dims(gl.load(delta_ptr + rows, mask=keep, other=0.0), 1)
+    if turns > 0:
+        zero = turns * 0
+        wait_full(q_ring, CONSUMER, CONSUMERS)
+        wait_full(k_ring, zero, BUILD.STAGES)
+        s = _row_scores(q_buffers, k_buffers, start, zero, CONSUMER, BUILD.STAGES, BUILD.BLOCK_D)
+        wait_full(do_ring, CONSUMER, CONSUMERS)
+        wait_full(v_ring, zero, BUILD.V_STAGES)
+        dp = _row_scores(do_buffers, v_buffers, start, zero, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
+        s, dp = warpgroup_mma_wait(0, deps=[s, dp])
+        p = gl.exp2(s * scale_log2 - lse)
+        for turn in range(turns):
+            release(v_ring, turn, BUILD.V_STAGES)
+            ds = p * (dp - delta)
+            col = start + turn * BLOCK_N
+            if (col < full) | (col >= full_end):
+                ds = _hide_keys(ds, _note(notes, COL) + CONSUMER * ROWS, col, _note(notes, LEN_Q), _note(notes, LEN_K), band)
+            k = k_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BLOCK_N, BUILD.BLOCK_D])
+            dq = warpgroup_mma(gl.convert_layout(ds.to(dtype), weight_layout(BUILD.BLOCK_D)), k, dq, is_async=True)
+            # Behind the last turn, of what lies in the buffers, and nobody looks at it: a branch would cost more.
+            more = turn + 1 < turns
+            wait_full(k_ring, turn + 1, BUILD.STAGES, more)
+            s = _row_scores(q_buffers, k_buffers, col, turn + 1, CONSUMER, BUILD.STAGES, BUILD.BLOCK_D)
+            dq = warpgroup_mma_wait(1, deps=[dq])
+            release(k_ring, turn, BUILD.STAGES)
+            wait_full(v_ring, turn + 1, BUILD.V_STAGES, more)
+            dp = _row_scores(do_buffers, v_buffers, col, turn + 1, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
+            s = warpgroup_mma_wait(1, deps=[s])
+            p = gl.exp2(s * scale_log2 - lse)
+            wait_full(v_ring, turn + 1, BUILD.V_STAGES, more)  # once more: it keeps the wait for dP below the exponentials
+            dp = warpgroup_mma_wait(0, deps=[dp])
+    dq_ptr, suspect_ptr, heads = out
+    len_q = _note(notes, LEN_Q)
+    row = _note(notes, COL) + CONSUMER * ROWS
+    _mark(dq, row, len_q, suspect_ptr + _note(notes, FLAG) + CONSUMER)
+    part = (q_buffers.index(CONSUMER), dq_source, dq_ptr)
+    where = (_note(notes, BATCH), _note(notes, BEGIN_Q), _note(notes, HEAD))
+    dq = (dq * (scale_log2 * 0.6931471805599453)).to(dtype)
+    _store(dq, part, where[0], where[1], row, where[2], heads, len_q, BUILD.DIM, BUILD)
+    store_wait(0)
+
+
+@gluon.jit
+def query_kernel(
+    q_source, do_source, k_source, v_source,  # descriptors of [B, T, H, D], a packed tensor with B = 1
+    dq_source,  # as q
+    dq_ptr,  # packed: [T, H, D]; None: dense
+    lse_ptr, delta_ptr,  # fp32 [B * H, length] or [H, length]: the LSE in base 2, and delta; see `address.line_begin`
+    suspect_ptr,  # int32, one for every 64 rows, numbered as by `address.locate`, all 0: becomes 1 where a row is suspect
+    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    scale_log2, band, batch, heads, tiles, members, len_q, len_k, length,
+    BUILD: gl.constexpr,
+):  # fmt: skip
+    """A row tile. `heads`: of Q. `tiles`: of a head. `members`: heads of a group (`locate_rows`)."""
+    dtype: gl.constexpr = q_source.dtype
+    q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_D], q_source.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_DV], do_source.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BLOCK_N, 1, BUILD.BLOCK_D], k_source.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [BUILD.V_STAGES, 1, BLOCK_N, 1, BUILD.BLOCK_DV], v_source.layout)
+    q_ring = open_ring(CONSUMERS, 1)
+    do_ring = open_ring(CONSUMERS, 1)
+    k_ring = open_ring(BUILD.STAGES, CONSUMERS)
+    v_ring = open_ring(BUILD.V_STAGES, CONSUMERS)
+    # None inside a tuple does not reach the warps: what is not used is some pointer instead.
+    if not BUILD.PACKED:
+        dq_ptr = suspect_ptr
+        cu_seqlens_q = suspect_ptr
+        cu_seqlens_k = suspect_ptr
+    fence_async_shared()
+    work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
+    row, head, b, sequence, begin_q, own_q, begin_k, own_k = locate_rows(gl.program_id(0), work, BUILD)
+    last = gl.minimum(row + CONSUMERS * ROWS, own_q) - 1
+    start, full, full_end, end = key_ranges(row, last, own_k, own_k - own_q, band, BLOCK_N)
+    turns = gl.where(row < own_q, gl.cdiv(end - start, BLOCK_N), 0)
+    ranges = (turns, start, full, full_end)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], slot_layout())
+    zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
+    notes.index(COL).store(zero + row)
+    notes.index(HEAD).store(zero + head)
+    notes.index(BATCH).store(zero + b)
+    notes.index(BEGIN_K).store(zero + begin_k)
+    notes.index(LEN_K).store(zero + own_k)
+    notes.index(BEGIN_Q).store(zero + begin_q)
+    notes.index(LEN_Q).store(zero + own_q)
+    line = (b * heads + head).to(gl.int64) * length
+    if BUILD.PACKED:
+        notes.index(FLAG).store(zero + head * (len_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS)
+        line += line_begin(begin_q, sequence)
+    else:
+        notes.index(FLAG).store(zero + (b * heads + head) * gl.cdiv(len_q, ROWS) + row // ROWS)
+    lines = (lse_ptr + line, delta_ptr + line)
+    out = (dq_ptr, suspect_ptr, heads)
+    sources = (q_source, do_source, k_source, v_source, dq_source)
+    buffers = (q_buffers, do_buffers, k_buffers, v_buffers)
+    rings = (q_ring, do_ring, k_ring, v_ring)
+    # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
+    gl.warp_specialize([
+        (_row_consumer, (ranges, notes, lines, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
+        (_row_consumer, (ranges, notes, lines, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
+        (_row_producer, (ranges, notes, sources, buffers, rings, BUILD)),
+    ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
