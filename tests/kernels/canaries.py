@@ -10,7 +10,7 @@ import math
 import torch
 
 from rowmax import Device, plan, testing
-from rowmax.kernels import launch
+from rowmax.kernels import decode_launch, launch
 from rowmax.problem import aligned
 
 MARGIN = 4096  # elements on each side: more than a tile
@@ -50,6 +50,13 @@ def run_guarded(problem, operands, prefer: str, filler: float = math.nan):
         out, lse = launch.Forward(problem, forward, True)(*operands)
         given = testing.cotangents(problem, device=device)
         return (out, lse, *launch.backward(problem, operands, out, lse, *given, (True, True, True), backward))
+
+
+def run_guarded_paged(problem, operands, prefer: str, filler: float = math.nan):
+    """`(out, lse)` of a call over pages with every launch guarded, below the check of lengths and ids."""
+    chosen = plan(problem, Device.of(operands.q), prefer=prefer)
+    with active(filler):
+        return decode_launch.Paged(problem, chosen, *problem.outputs())(True, None, operands)
 
 
 @contextlib.contextmanager

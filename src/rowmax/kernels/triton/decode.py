@@ -10,7 +10,7 @@ Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding" (2023); the online softmax i
 import triton
 import triton.language as tl
 
-from rowmax.kernels.tile_ops import GUARD, any_of, clamp, finish, guarded_dot, online_step, visible
+from rowmax.kernels.tile_ops import any_of, clamp, finish, guarded_dot, online_step, visible
 from rowmax.kernels.triton.parts import find_part, key_span, keys_of, queries_of
 
 
@@ -156,11 +156,12 @@ def decode_kernel(
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            small: tl.constexpr = BLOCK_N // GUARD  # turns of few keys: they cost the kernel no registers
+            few: tl.constexpr = 16  # keys a turn: they cost the kernel no registers
+            small: tl.constexpr = BLOCK_N // few
             acc, m, l = _walk(
                 acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
                 keys, keys - queries, band, scale_log2, pages,
-                DIM, DIM_V, GUARD, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
+                DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
             )  # fmt: skip
     dims = tl.arange(0, BLOCK_DV)
     if part_ptr is not None:
