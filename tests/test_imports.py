@@ -32,7 +32,7 @@ ALLOWED = {
     "ops_paged": {"ops", "cpu", "plan", "problem", "paged", "device", "errors"},
     "serving": {"api", "eager", "ops", "ops_paged", "plan", "errors"},
     "api": {"eager", "ops", "plan", "problem", "mask", "errors"},
-    "testing": {"testing", "reference", "numerics", "api", "plan", "problem", "mask", "errors", "device"},
+    "testing": {"testing", "paged", "serving", "reference", "numerics", "api", "plan", "problem", "mask", "errors", "device"},
     "distributed": {"distributed", *PUBLIC},
     "integrations": {"integrations", *PUBLIC},
     "cli": {"cli", "analysis", "testing", *PUBLIC},
