@@ -16,6 +16,7 @@ from rowmax.problem import Operands
 
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 import canaries
+import gpu_serving
 
 CHECKS = {}
 
@@ -343,6 +344,9 @@ def memory_does_not_grow_over_calls():
         call(length)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes were kept"
+
+
+CHECKS |= gpu_serving.CHECKS
 
 
 def run_all():

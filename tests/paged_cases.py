@@ -86,11 +86,11 @@ LIES = {
 }
 
 
-def lying(text: str, lengths, **lies):
+def lying(text: str, lengths, device="cpu", **lies):
     """Operands of a call whose lengths, ids or bounds are replaced."""
     problem = PagedProblem.parse(text)
-    given = paged.paged_operands(problem, lengths)[0]
+    given = paged.paged_operands(problem, lengths, device=device)[0]
     garbage = dict(given._asdict(), k_pages=given.k_pages.nan_to_num(), v_pages=given.v_pages.nan_to_num())
     for name, values in lies.items():
-        garbage[name] = torch.tensor(values, dtype=torch.int32).expand_as(given._asdict()[name]).clone()
+        garbage[name] = torch.tensor(values, dtype=torch.int32, device=device).expand_as(given._asdict()[name]).clone()
     return problem, type(given)(**garbage)

@@ -1,0 +1,263 @@
+"""Decoding, one token a sequence over a long cache, beside the peers: GPU time of a graph's replay, host time of an eager call.
+
+    python benchmarks/decode.py                        the eight shapes and their paged forms; uneven lengths; latent attention
+    python benchmarks/decode.py --sweep                tiles of the split-KV kernel on the same shapes, rowmax alone
+    python benchmarks/decode.py --only 0,3 --json decode.json
+
+Every result is checked against the definition before it is timed, and nothing is printed for one that is wrong. Bytes are those
+that must be read and written: q, keys and values of the sequences' lengths, output.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import baselines
+import record
+import timing
+from calls import make_operands
+from rowmax import Device, PagedProblem, Problem, attention, attention_paged, plan
+from rowmax.testing import check_forward, paged
+
+SHAPES = (
+    "b1 h32/8 q1 k8192 d128 bf16",
+    "b1 h32/8 q1 k131072 d128 bf16",
+    "b16 h32/8 q1 k8192 d128 bf16",
+    "b128 h32/8 q1 k4096 d128 bf16",
+    "b16 h32/32 q1 k8192 d128 bf16",
+    "b64 h64/8 q1 k8192 d64 bf16",
+    "b8 h32/8 q1 k1024 d128 bf16",
+    "b1 h64/8 q1 k32768 d128 bf16",
+)
+PAGES = (16, 64)
+UNEVEN = "b64 h32/8 q1 k131072 d128 bf16"  # lengths below; its even twin has as many keys in all
+LATENT = "b128 h128/1 q1 k8192 d576/512 bf16"
+TILES = (
+    "16x64 w4 s2",
+    "16x64 w4 s3",
+    "16x64 w4 s4",
+    "16x128 w4 s2",
+    "16x128 w8 s3",
+    "16x32 w4 s4",
+    "16x64 w2 s3",
+    "64x64 w4 s3",
+)
+SHARES = (1, 2, 3, 4)  # programs a multiprocessor
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    device = torch.device("cuda")
+    rows: list[dict] = []
+    shapes = [SHAPES[int(i)] for i in options.only.split(",")] if options.only else SHAPES
+    begin = time.monotonic()
+    for text in shapes:
+        if time.monotonic() - begin > options.time_limit:
+            print("time limit: the rest was not timed", file=sys.stderr)
+            break
+        problem = Problem.parse(text)
+        operands, _ = make_operands(problem, device, 0)
+        calls, wrong = (_sweep if options.sweep else _candidates)(problem, operands)
+        rows += _time(text, calls, _bytes(problem, problem.batch * problem.len_k), device, options)
+        for line in wrong:
+            print(f"  {line}", file=sys.stderr)
+        del operands, calls
+        torch.cuda.empty_cache()
+    if not options.only and not options.sweep:
+        for text, lengths in ((UNEVEN, zipf(64, 131072)), (LATENT, [8192] * 128)):
+            if time.monotonic() - begin > options.time_limit:
+                break
+            rows += _paged_rows(text, lengths, device, options)
+    if options.json:
+        options.json.write_text(json.dumps({**record.machine(device), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def zipf(batch: int, longest: int) -> list[int]:
+    """Lengths of an uneven batch: the n-th longest has one n-th of the longest, at least 128, in random order."""
+    lengths = [max(longest // (i + 1), 128) for i in range(batch)]
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+def _bytes(problem: Problem, keys: int) -> int:
+    """`keys` of all sequences together."""
+    rows = problem.batch * problem.len_q * problem.heads_q
+    values = 0 if problem.dim_qk == 576 else problem.dim_v  # of latent attention they are the first columns of the keys
+    return problem.dtype.itemsize * (
+        rows * (problem.dim_qk + problem.dim_v) + keys * problem.heads_k * (problem.dim_qk + values)
+    )
+
+
+def _candidates(problem: Problem, operands) -> tuple[dict[str, Callable], list[str]]:
+    """Name -> a call that was found right; and what was wrong or refused."""
+    q, k, v = operands[:3]
+    calls: dict[str, Callable] = {"rowmax": lambda: attention(q, k, v)}
+    calls |= {f"rowmax paged{size}": _paged_call(q, _paged(k, v, size)) for size in PAGES}
+    wrong = []
+    for who in ("cudnn", "fa2", "fa3"):
+        try:
+            forward = baselines.build(who, problem, operands)
+            calls[who] = lambda forward=forward: forward(q, k, v)
+        except baselines.Refused as refused:
+            wrong.append(f"{who}: {refused}")
+    return _right(problem, operands, calls, wrong)
+
+
+def _sweep(problem: Problem, operands) -> tuple[dict[str, Callable], list[str]]:
+    """The same call with other tiles and other numbers of programs, dense and over pages of 16."""
+    q, k, v = operands[:3]
+    sms, pages = Device.of(q).sms, _paged(k, v, 16)
+    calls, items = {}, problem.batch * problem.heads_k
+    for tile in TILES:
+        for share in SHARES:
+            parts = max(share * sms // items, 1)
+            spelled = f"split_kv[{tile} x{parts}]"
+            calls[spelled] = lambda spelled=spelled: attention(q, k, v, plan=spelled)
+            if problem.batch > 1:
+                spelled = f"split_kv[{tile} p{share * sms}]"
+            calls[f"paged16 {spelled}"] = _paged_call(q, pages, spelled)
+    return _right(problem, operands, calls, [], sequences=4)
+
+
+def _right(problem: Problem, operands, calls, wrong, sequences: int = 2**30) -> tuple[dict[str, Callable], list[str]]:
+    """The calls that are right, as far as the first `sequences` show."""
+    few = min(problem.batch, sequences)
+    some, expected = problem.with_(batch=few), operands._replace(**{name: getattr(operands, name)[:few] for name in "qkv"})
+    kept = {}
+    for name, call in calls.items():
+        try:
+            with torch.no_grad():
+                report = check_forward(some, expected, call()[:few])
+        except Exception as error:
+            wrong.append(f"{name} raised: {str(error).splitlines()[0][:200]}")
+            continue
+        if report.ok:
+            kept[name] = call
+        else:
+            wrong.append(f"{name} WRONG: {report}")
+    return kept, wrong
+
+
+def _paged(k, v, size: int) -> tuple[torch.Tensor, ...]:
+    """The same keys and values in shuffled pages, their table and lengths."""
+    batch, length = k.shape[:2]
+    count = batch * length // size
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(k.device)
+    pages = [torch.empty(count, size, *t.shape[2:], dtype=t.dtype, device=t.device) for t in (k, v)]
+    for memory, t in zip(pages, (k, v), strict=True):
+        memory[order] = t.reshape(count, size, *t.shape[2:])
+    table = order.view(batch, length // size).to(torch.int32)
+    return *pages, table, torch.full((batch,), length, dtype=torch.int32, device=k.device)
+
+
+def _paged_call(q, cache, spelled: "str | None" = None) -> Callable:
+    return lambda: attention_paged(q, *cache, plan=spelled)
+
+
+def _paged_rows(text: str, lengths: list[int], device: torch.device, options) -> list[dict]:
+    """A batch over pages of 64, and for uneven lengths its even twin."""
+    rows = []
+    even = [sum(lengths) // len(lengths)] * len(lengths)
+    for name, keys in (("given lengths", lengths), ("even lengths", even)):
+        if name == "even lengths" and lengths == even:
+            continue
+        problem = PagedProblem.parse(f"{text} causal paged64")
+        problem = problem.with_(len_k=-(-max(keys) // 64) * 64)
+        used = sum(-(-n // 64) for n in keys)
+        k = torch.randn(used, 64, problem.heads_k, problem.dim_qk, device=device, dtype=problem.dtype)
+        shared = problem.dim_qk == 576
+        v = k[..., : problem.dim_v] if shared else torch.randn(*k.shape[:3], problem.dim_v, device=device, dtype=problem.dtype)
+        order, first = torch.randperm(used, device=device).to(torch.int32), 0
+        table = torch.full((problem.batch, problem.len_k // 64), -1, dtype=torch.int32, device=device)
+        for b, n in enumerate(keys):
+            count = -(-n // 64)
+            table[b, :count] = order[first : first + count]
+            first += count
+        seqlens = torch.tensor(keys, dtype=torch.int32, device=device)
+        q = torch.randn(problem.batch, 1, problem.heads_q, problem.dim_qk, device=device, dtype=problem.dtype)
+
+        def call(q=q, k=k, v=v, table=table, seqlens=seqlens):
+            return attention_paged(q, k, v, table, seqlens)
+
+        small = [min(n, 700) for n in keys[:8]]  # the same kernel on fewer keys, against the definition
+        report = paged.check_paged(
+            problem.with_(batch=8, len_k=704),
+            [(1, n) for n in small],
+            device=device,
+            plan=str(plan(problem, Device.of(device))),
+        )
+        if not report.ok:
+            print(f"  WRONG {report}", file=sys.stderr)
+            continue
+        call()
+        rows += _time(f"{problem} {name}", {"rowmax": call}, _bytes(problem, sum(keys)), device, options)
+        del k, v
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _time(text: str, calls: dict[str, Callable], moved: int, device: torch.device, options) -> list[dict]:
+    """Rows of one shape: replays side by side, then the host's part of eager calls."""
+    graphs = {}
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            call()
+        graphs[name] = graph
+    times, _ = timing.samples_ms({name: graph.replay for name, graph in graphs.items()}, device, options.seconds)
+    rows = []
+    print(text)
+    for name in sorted(calls, key=lambda name: statistics.median(times[name]) if options.sweep else 0):
+        microseconds = statistics.median(times[name]) * 1e3
+        host = None if options.sweep else _host_us(calls[name])
+        row = {"problem": text, "who": name, "replay_us": round(microseconds, 2), "gb_per_s": round(moved / microseconds / 1e3)}
+        row |= {"host_us": None if host is None else round(host, 1), "bytes": moved}
+        rows.append(row)
+        print(
+            f"  {name:44} {microseconds:8.1f} us {row['gb_per_s']:6} GB/s" + ("" if host is None else f"   host {host:5.1f} us")
+        )
+        if options.sweep and len(rows) == options.top:
+            break
+    sys.stdout.flush()
+    return rows
+
+
+def _host_us(call: Callable, turns: int = 200) -> float:
+    """Time to enqueue one eager call, while the device is behind."""
+    with torch.no_grad():
+        for _ in range(10):
+            call()
+        torch.cuda.synchronize()
+        samples = []
+        for _ in range(5):
+            torch.cuda._sleep(20_000_000)
+            start = time.perf_counter()
+            for _ in range(turns // 5):
+                call()
+            samples.append((time.perf_counter() - start) / (turns // 5) * 1e6)
+            torch.cuda.synchronize()
+    return min(samples)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Decoding beside the peers.")
+    parser.add_argument("--only", default="", help="numbers of shapes, from 0: '0,3'")
+    parser.add_argument("--sweep", action="store_true", help="tiles of the split-KV kernel instead of peers")
+    parser.add_argument("--top", type=int, default=8, help="how many tiles of a sweep to print")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for the replays of one shape")
+    parser.add_argument("--time-limit", type=float, default=80.0, help="begin no shape after this many seconds")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

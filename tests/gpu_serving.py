@@ -1,0 +1,207 @@
+"""What only a GPU can show of calls over a paged cache and of decoding; `gpu_checks.py` has these checks in its list.
+
+    python tests/gpu_serving.py        runs them alone
+
+Each raises an AssertionError that says what is wrong.
+"""
+
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+import rowmax
+from rowmax import PagedProblem, Problem, testing
+from rowmax.testing import paged
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+import canaries
+
+import paged_cases
+
+CHECKS = {}
+MIXED = [(1024, 8000), (1, 5000), (1024, 1024), (1, 1), (14, 700), (0, 9)]
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def paged_cases_are_right():
+    """Under the plan's own tile, and with two and seven parts of each row tile."""
+    wrong = []
+    for case in paged_cases.CASES:
+        for splits in {case.splits or None, None, 2, 7}:
+            report = paged.check_paged(
+                case.problem, case.lengths, case.kind, num_splits=splits, heads_first=case.heads_first, device="cuda"
+            )
+            wrong += [] if report.ok else [f"splits {splits}: {report}"]
+    assert not wrong, "\n".join(wrong)
+
+
+def zipf(batch: int, longest: int) -> list[int]:
+    """Lengths of an uneven batch: the n-th longest has one n-th of the longest, at least 128, in random order."""
+    lengths = [max(longest // (i + 1), 128) for i in range(batch)]
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+@check
+def larger_paged_calls_are_right():
+    for text, lengths in (
+        ("b16 h32/8 q1 k8192 d128 bf16 causal paged16", [(1, 8192 - 97 * i) for i in range(16)]),
+        ("b16 h32/8 q1 k8192 d128 bf16 causal paged64", [(1, 8192)] * 16),
+        ("b1 h32/8 q1 k32768 d128 fp16 causal paged1", [(1, 32767)]),
+        ("b64 h64/8 q1 k2048 d64 bf16 causal paged16", [(1, n) for n in zipf(64, 2048)]),
+        ("b8 h16/2 q1 k4096 d256 bf16 causal paged128", [(1, 500 * i) for i in range(8)]),
+        ("b8 h32/8 q5 k4096 d128 bf16 causal paged16", [(5, 4096 - 501 * i) for i in range(8)]),
+        ("b8 h128/1 q1 k2048 d576/512 bf16 causal paged64", [(1, 2048 - 99 * i) for i in range(8)]),
+        ("b4 h128/1 q4 k2048 d576/512 bf16 causal paged16", [(4, 2048 - 99 * i) for i in range(4)]),
+        ("b6 h32/8 q2064 k8192 d128 bf16 causal packed paged16", MIXED),
+        ("b6 h32/8 q2064 k8192 d128 bf16 window(512,0) packed paged16", MIXED),
+        ("b2000 h8 q1 k64 d64 bf16 causal paged16", [(1, i % 64) for i in range(2000)]),
+    ):
+        report = paged.check_paged(PagedProblem.parse(text), lengths, device="cuda")
+        assert report.ok, str(report)
+
+
+@check
+def multi_head_latent_attention_reads_its_memory_once():
+    """Values that are the first columns of the keys: the same numbers as from a copy."""
+    problem = PagedProblem.parse("b4 h16/1 q2 k512 d576/512 bf16 causal paged64")
+    given = paged.paged_operands(problem, [(2, 512), (2, 300), (2, 1), (2, 65)], device="cuda")[0]
+    shared = given._replace(v_pages=given.k_pages[..., :512])
+    apart = given._replace(v_pages=shared.v_pages.clone())
+    for splits in (1, 3):
+        for one, other in zip(*(paged.attend_paged(problem, x, num_splits=splits) for x in (shared, apart)), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+@check
+def dense_decoding_is_right():
+    """Few queries and many keys of `rowmax.attention`, which the plan gives to the same kernels."""
+    for text in (
+        "b1 h32/8 q1 k8192 d128 bf16",
+        "b16 h32/8 q1 k4096 d128 fp16",
+        "b8 h32/8 q1 k1024 d128 bf16",
+        "b4 h64/8 q1 k8191 d64 bf16",
+        "b2 h16 q7 k3001 d128 bf16 causal",
+        "b2 h16/4 q16 k3001 d80 bf16 causal",
+        "b2 h16/4 q9 k1500 d256 fp16 window(700,0)",
+        "b2 h8/2 q3 k1000 d64 fp32 causal",
+    ):
+        problem = Problem.parse(text)
+        assert rowmax.plan(problem, rowmax.Device.of(torch.device("cuda"))).algorithm == "split_kv", text
+        for layout in ("contiguous", "heads_first", "odd"):
+            report = testing.check(problem, layout=layout, device="cuda")
+            assert report.ok, str(report)
+
+
+@check
+def no_paged_call_waits_for_the_device():
+    problem = PagedProblem.parse("b4 h8/2 q20 k512 d64 bf16 causal packed paged16")
+    given = paged.paged_operands(problem, [(1, 500), (17, 100), (1, 9), (1, 0)], device="cuda")[0]
+    paged.attend_paged(problem, given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        paged.attend_paged(problem, given)
+        paged.attend_paged(problem, given, num_splits=3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@check
+def one_graph_serves_every_length():
+    """Captured once, replayed over 200 growing steps: bitwise what an eager call gives, also when pages are dealt anew."""
+    problem = PagedProblem.parse("b4 h32/8 q1 k4096 d128 bf16 causal paged16")
+    given = paged.paged_operands(problem, [(1, 4096)] * 4, device="cuda")[0]
+    paged.attend_paged(problem, given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = paged.attend_paged(problem, given)
+    start = torch.tensor([0, 1, 2047, 3890], device="cuda", dtype=torch.int32)
+    for step in range(200):
+        given.seqlens_k.copy_(start + step)
+        given.q.normal_()
+        if step % 50 == 49:
+            given.block_table.copy_(given.block_table.flip(0).clone())
+        graph.replay()
+        for one, other in zip(captured, paged.attend_paged(problem, given), strict=True):
+            assert torch.equal(one, other), f"step {step}: a replay differs from an eager call"
+
+
+@check
+def paged_repeats_are_bitwise_equal():
+    """While another stream keeps the memory busy."""
+    noise, other = torch.empty(2**26, device="cuda"), torch.cuda.Stream()
+    for text, lengths in (
+        ("b8 h32/8 q1 k4096 d128 bf16 causal paged16", [(1, n) for n in zipf(8, 4096)]),
+        ("b3 h8/2 q300 k2048 d64 bf16 causal packed paged16", [(200, 2000), (1, 1500), (99, 99)]),
+    ):
+        problem = PagedProblem.parse(text)
+        given = paged.paged_operands(problem, lengths, device="cuda")[0]
+        first = paged.attend_paged(problem, given)
+        for _ in range(50):
+            with torch.cuda.stream(other):
+                noise.add_(1.0)
+            for one, again in zip(first, paged.attend_paged(problem, given), strict=True):
+                assert torch.equal(one, again), f"a repeat of '{text}' differs"
+
+
+@check
+def lies_of_paged_calls_touch_nothing_outside():
+    for name, lies in paged_cases.LIES.items():
+        problem, operands = paged_cases.lying(
+            "b3 h4/2 q12 k96 d64 bf16 causal packed paged8", [(4, 90), (1, 9), (7, 20)], device="cuda", **lies
+        )
+        for plan in ("split_kv", "split_kv[16x64 w4 s3 p12]", "split_kv[16x16 w4 s2 x3]"):
+            out, lse = canaries.run_guarded_paged(problem, operands, plan)
+            overlap = "cu_seqlens_q" in lies  # rows of nobody, or of several
+            assert overlap or not bool(torch.isnan(out).any() | torch.isnan(lse).any()), f"{name}: memory outside was read"
+
+
+@check
+def pages_beyond_two_to_the_31_elements():
+    """Only the last of so many pages are used, and pages past 65,535."""
+    problem = PagedProblem.parse("b2 h8/2 q1 k64 d128 bf16 causal paged16")
+    pages = 2**31 // (16 * 2 * 128) + 70_000  # 594,288 pages, 4.9 GB each for k and v
+    small = paged.paged_operands(problem, [(1, 64), (1, 33)], device="cuda")[0]
+    large = [torch.empty(pages, 16, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
+    count = small.k_pages.shape[0]
+    for memory, source in zip(large, (small.k_pages, small.v_pages), strict=True):
+        memory[pages - count :] = source
+    moved = small._replace(
+        k_pages=large[0], v_pages=large[1], block_table=small.block_table.clamp(0, count - 1) + (pages - count)
+    )
+    for one, other in zip(paged.attend_paged(problem, moved), paged.attend_paged(problem, small), strict=True):
+        assert torch.equal(one, other)
+
+
+def main() -> int:
+    failed = 0
+    for name, function in CHECKS.items():
+        start, wrong = time.perf_counter(), ""
+        try:
+            function()
+            torch.cuda.synchronize()
+        except Exception:
+            wrong = traceback.format_exc(limit=6)
+        failed += bool(wrong)
+        print(
+            f"{'WRONG' if wrong else 'right'} {name} {time.perf_counter() - start:.1f} s" + (f"\n{wrong}" if wrong else ""),
+            flush=True,
+        )
+    print(f"{len(CHECKS)} checks on {torch.cuda.get_device_name()}: {failed} wrong")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
