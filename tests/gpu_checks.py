@@ -16,6 +16,7 @@ from rowmax.problem import Operands
 
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 import canaries
+
 import gpu_serving
 
 CHECKS = {}
