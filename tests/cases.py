@@ -103,6 +103,29 @@ def _cases() -> list[Case]:
         add("non-finite", "b3 h2 q70 k70 d64 fp16 packed causal", kind)
         add("non-finite", "b2 h4/2 q200 k200 d64 bf16 causal", kind, large=True)
 
+    for dtype in ("fp16", "bf16", "fp32", "fp64"):
+        add("scores", f"b2 h2/1 q20 k40 d16 {dtype} causal softcap=2.0 alibi(batch) sink", "spiky")
+    add("scores", "b1 h2 q40 k40 d64 bf16 softcap=30.0", "spiky(9)", "shift(-120)", "nan(k)")  # B123
+    add("scores", "b1 h2 q40 k40 d64 fp32 softcap=5.0", "normal", "shift(-120)")
+    add("scores", "b1 h2 q30 k50 d32 fp16 causal softcap=1e+30", "spiky")
+    add("scores", "b3 h4/2 q60 k70 d16 bf16 packed causal softcap=15.0", "spiky(9)")  # B124
+    add("scores", "b1 h2/1 q1 k100 d32 fp16 causal alibi")  # B127
+    add("scores", "b1 h4 q40 k70 d32 fp16 alibi", "normal", "shift(-120)")
+    add("scores", "b1 h4/2 q70 k40 d32 fp32 window(9,3) alibi scale=-0.3")
+    add("scores", "b3 h4/2 q60 k70 d16 fp16 packed causal alibi(batch)", "normal", "v_onehot")  # B126
+    add("scores", "b2 h4/2 q20 k7 d16 fp16 causal sink", "normal", "shift(-120)", "nan(v)")  # B129
+    add("scores", "b1 h2 q40 k50 d64 bf16 sink", "normal", "v_ones", "shift(60)")
+    add("scores", "b2 h2 q5 k0 d16 fp32 sink")  # B105
+    add("scores", "b3 h2 q12 k12 d16 bf16 packed causal sink", lengths=((4, 0), (0, 7), (6, 5)))  # two rows of no sequence
+    add("scores", "b2 h2 q6 k0 d16 fp16 packed sink", lengths=((4, 0), (1, 0)))
+    add("scores", "b1 h2 q80 k50 d32 fp16 window(9,2) softcap=3.0 alibi sink", "normal", "nan(v)", "inf(v)", layout="gaps")
+    for words in ("softcap=30.0", "alibi", "sink", "softcap=50.0 alibi sink"):
+        add("scores", f"b1 h4/2 q600 k600 d64 bf16 causal {words}", "normal", "v_onehot")
+        add("scores", f"b2 h8/2 q1024 k1024 d128 bf16 causal {words}", "normal", "spiky", large=True)
+        add("scores", f"b2 h8/2 q1000 k1000 d256 fp16 causal {words}", large=True)
+        add("scores", f"b16 h8/2 q8000 k8000 d64 bf16 packed causal {words}", large=True)
+    add("scores", "b1 h8/2 q8192 k8192 d128 bf16 causal softcap=30.0 sink", large=True)
+
     # Enough keys that the CPU path may round scores, where it thinks that nobody can see it.
     for kind in (
         "normal",
@@ -169,8 +192,13 @@ def forward_backends(device: str) -> list[str]:
 def may_refuse(case: Case, backend: str) -> bool:
     if backend == "aten":
         return str(case.problem) not in ATEN_RUNS
-    if backend == "hopper":  # forward only, 16 bits; `tests/kernels/test_gluon_plan.py` pins what it takes
-        return case.problem.dtype_name not in ("fp16", "bf16") or case.layout in ("odd", "broadcast") or _odd_dims(case.problem)
+    if backend == "hopper":  # forward only, 16 bits, plain scores; `tests/kernels/test_gluon_plan.py` pins what it takes
+        return (
+            not case.problem.plain
+            or case.problem.dtype_name not in ("fp16", "bf16")
+            or case.layout in ("odd", "broadcast")
+            or _odd_dims(case.problem)
+        )
     if backend in ("kv_outer", "dense") and not case.problem.plain:
         return True
     if backend == "dense" and (case.problem.packed or case.family == "large"):

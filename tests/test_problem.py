@@ -34,6 +34,9 @@ def problems(draw):
         max_len_q=draw(st.one_of(st.none(), st.integers(0, 9999))) if packed else None,
         max_len_k=draw(st.one_of(st.none(), st.integers(0, 9999))) if packed else None,
         deterministic=draw(st.booleans()),
+        softcap=draw(st.one_of(st.just(0.0), st.floats(1e-30, 1e30))),
+        alibi=draw(st.sampled_from(["", "head", "batch"])),
+        sink=draw(st.booleans()),
     )
 
 
@@ -83,6 +86,9 @@ def test_words_in_any_order_give_one_spelling(text, canonical):
         ("b1 h8 q128 d64 bf16 scale=1e999", "scale"),
         ("b1 h8 q128 d64 bf16 window(-1,0)", "window(-1,0)"),
         ("b1 h8 q128 k-1 d64 bf16", "k-1"),
+        ("b1 h8 q128 d64 bf16 softcap=1e31", "softcap must be a positive number, at most 1e+30"),
+        ("b1 h8 q128 d64 bf16 softcap=-1.0", "softcap"),
+        ("b1 h8 q128 d64 bf16 alibi alibi(batch)", "a second time"),
     ],
 )
 def test_a_wrong_spelling_says_what_is_wrong(text, complaint):

@@ -22,8 +22,8 @@ CASES = [
 ]
 
 
-def one_row_at_a_time(q, k, v, left, right, scale):
-    """`(out, lse)` as nested lists, from the definition: no tensor operation, no mask matrix."""
+def one_row_at_a_time(q, k, v, left, right, scale, softcap=0.0, slopes=None, sink=None):
+    """`(out, lse)` as nested lists, from the definition: no tensor operation, no mask matrix. `slopes`, `sink`: lists."""
     batch, len_q, heads, dim = q.shape
     len_k, heads_k, dim_v = k.shape[1], k.shape[2], v.shape[3]
     q, k, v = q.tolist(), k.tolist(), v.tolist()
@@ -37,11 +37,14 @@ def one_row_at_a_time(q, k, v, left, right, scale):
                 for j in range(len_k):
                     ahead = (len_q - 1 - i) - (len_k - 1 - j)  # how far key j lies after the key aligned with query i
                     if (left is None or ahead >= -left) and (right is None or ahead <= right):
-                        visible.append((j, scale * math.fsum(q[b][i][h][d] * k[b][j][g][d] for d in range(dim))))
-                if not visible:
+                        score = scale * math.fsum(q[b][i][h][d] * k[b][j][g][d] for d in range(dim))
+                        score = softcap * math.tanh(score / softcap) if softcap else score
+                        visible.append((j, score - (slopes[h] * abs(ahead) if slopes else 0.0)))
+                logits = [s for _, s in visible] + ([sink[h]] if sink else [])
+                if not logits or max(logits) == -math.inf:
                     continue
-                peak = max(s for _, s in visible)
-                total = math.fsum(math.exp(s - peak) for _, s in visible)
+                peak = max(logits)
+                total = math.fsum(math.exp(s - peak) for s in logits)
                 lse[b][h][i] = peak + math.log(total)
                 for d in range(dim_v):
                     out[b][i][h][d] = math.fsum(math.exp(s - peak) / total * v[b][j][g][d] for j, s in visible)
@@ -122,3 +125,62 @@ def test_random_cases_agree_with_the_second_oracle():
         want_out, want_lse = one_row_at_a_time(q * 4, k, v, left, right, -0.3)
         torch.testing.assert_close(out, torch.tensor(want_out, dtype=torch.float64), rtol=0, atol=1e-12)
         torch.testing.assert_close(lse, torch.tensor(want_lse, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+SCORES = {
+    "softcap": {"softcap": 1.5},
+    "alibi": {"slopes": [0.5, 0.25, 1.0, 0.0]},
+    "sink": {"sink": [0.0, -20.0, 20.0, -math.inf]},
+    "all": {"softcap": 2.0, "slopes": [0.5, 0.25, -1.0, 0.1], "sink": [1.0, 2.0, -3.0, 0.5]},
+}
+
+
+def tensors(scores):
+    return {name: torch.tensor(x, dtype=torch.float64) if isinstance(x, list) else x for name, x in scores.items()}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize(("len_q", "len_k", "left", "right"), CASES)
+def test_two_independent_oracles_agree_on_scores(len_q, len_k, left, right, scores):
+    q, k, v = random_operands(len_q, len_k)
+    out, lse = reference.attention(q * 3, k, v, left=left, right=right, scale=0.7, **tensors(scores))
+    want_out, want_lse = one_row_at_a_time(q * 3, k, v, left, right, 0.7, **scores)
+    torch.testing.assert_close(out, torch.tensor(want_out, dtype=torch.float64).view_as(out), rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, torch.tensor(want_lse, dtype=torch.float64).view_as(lse), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_gradients_of_scores_agree_with_finite_differences(scores):
+    q, k, v = (t.requires_grad_() for t in random_operands(4, 3, heads_q=4, heads_k=2, dim=2, batch=1))
+    given = tensors(scores)
+    sink = given.pop("sink", torch.full((4,), -1.0, dtype=torch.float64)).clamp(min=-5.0).requires_grad_()
+
+    def call(q, k, v, sink):
+        return reference.attention(q, k, v, right=0, sink=sink, **given)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, sink))
+
+
+def test_slopes_of_a_batch_and_a_bias_are_the_slopes_of_each_sequence():
+    q, k, v = random_operands(5, 7)
+    slopes = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.0, 0.3]], dtype=torch.float64)
+    whole = reference.attention(q, k, v, slopes=slopes)
+    by_bias = reference.attention(q, k, v, bias=reference.alibi(slopes, 5, 7))
+    packed = reference.attention_varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), torch.tensor([0, 5, 10]), torch.tensor([0, 7, 14]), slopes=slopes
+    )
+    for b in range(2):
+        alone = reference.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], slopes=slopes[b])
+        for i in range(2):
+            torch.testing.assert_close(whole[i][b], alone[i][0], rtol=0, atol=1e-14)
+            torch.testing.assert_close(by_bias[i][b], alone[i][0], rtol=0, atol=1e-14)
+        torch.testing.assert_close(packed[0][5 * b : 5 * b + 5], alone[0][0], rtol=0, atol=1e-14)
+        torch.testing.assert_close(packed[1][:, 5 * b : 5 * b + 5], alone[1][0], rtol=0, atol=1e-14)
+
+
+def test_a_bias_of_minus_infinity_is_a_mask():
+    q, k, v = random_operands(5, 7)
+    seen = torch.rand(2, 4, 5, 7, generator=torch.Generator().manual_seed(1)) > 0.6
+    bias = torch.where(seen, 0.0, -torch.inf).double()
+    for one, other in zip(reference.attention(q, k, v, bias=bias), reference.attention(q, k, v, seen=seen), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)

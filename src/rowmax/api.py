@@ -7,6 +7,7 @@ import torch
 from rowmax.eager import Prepared, forward_without_gradient
 from rowmax.errors import ProblemError
 from rowmax.ops import FORWARD, in_forward_mode
+from rowmax.ops_scored import FORWARD_SCORED
 from rowmax.plan import Plan
 
 Window = tuple[Optional[int], Optional[int]]
@@ -21,6 +22,9 @@ def attention(
     causal: bool = False,
     window: Optional[Window] = None,
     scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    sink: Optional[torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -34,21 +38,30 @@ def attention(
         causal: query i sees keys j <= i + Tk - Tq: the last query sees the last key (bottom-right alignment).
         window: `(left, right)` keys kept on each side of that diagonal, self included; `None` on a side is no limit.
         scale: factor on the scores, any finite number; `None` is `1/sqrt(D)`.
+        softcap: c > 0 makes a scaled score s into `c tanh(s / c)`, in natural units, at most 1e30; `None` and 0 are none.
+        alibi_slopes: `[Hq]` or `[B, Hq]`, floating point: adds `-slope * |i + Tk - Tq - j|` to the score of query i and key j,
+            after the soft-cap, before the mask. Constants: a gradient is refused.
+        sink: `[Hq]`, floating point: one more logit in each row's denominator, natural units, without a value, so that weights
+            sum to less than 1; -inf is none. Part of the LSE. Gradients flow to it. For partial results that are to be merged
+            leave it out, and give it to one of them.
         return_lse: also return the log-sum-exp of the scaled, masked scores.
         deterministic: ask for a bitwise repeatable backward (the forward always is).
         plan: `None`, or an algorithm by name ("q_outer", "tiled", ...), or a `Plan`; see `rowmax.plan`.
 
     Returns:
         out `[B, Tq, Hq, Dv]` in the inputs' dtype; with `return_lse` also lse `[B, Hq, Tq]`, fp32, natural logarithm. A query
-        that sees no key gives 0 and -inf. Gradients flow to q, k, v through both results, to first order.
+        that sees no key gives 0 and -inf (the sink, if there is one). Gradients flow to q, k, v and the sink through both
+        results, to first order.
 
     Raises:
         ProblemError: the arguments contradict each other; the message says what arrived, what is required and the fix.
         Unsupported: no algorithm can run the call on this device; lists every candidate's reason.
 
-    Method: FlashAttention-2 (Dao 2023, section 3.1), after the online softmax of Milakov and Gimelshein (2018).
+    Method: FlashAttention-2 (Dao 2023, section 3.1), after the online softmax of Milakov and Gimelshein (2018). Soft-cap:
+    Gemma 2 (2024, section 2); ALiBi: Press et al. (2022); sinks as in gpt-oss (2025), after Xiao et al. (2023).
     """
-    return _call(q, k, v, None, None, None, None, causal, window, scale, return_lse, deterministic, plan)
+    scores = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
+    return _call(q, k, v, None, None, None, None, causal, window, scale, return_lse, deterministic, plan, scores)
 
 
 def attention_varlen(
@@ -63,6 +76,9 @@ def attention_varlen(
     causal: bool = False,
     window: Optional[Window] = None,
     scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    sink: Optional[torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -82,6 +98,7 @@ def attention_varlen(
     The other arguments, errors and conventions (bottom-right alignment within each sequence) are those of `attention`.
     """
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
+    scores = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
     return _call(
         q,
         k,
@@ -96,6 +113,7 @@ def attention_varlen(
         return_lse,
         deterministic,
         plan,
+        scores,
     )
 
 
@@ -186,14 +204,29 @@ def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
     return out.to(outs[0].dtype), lse.to(lses[0].dtype)
 
 
-def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, deterministic, plan):
+def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, deterministic, plan, scores=None):
     numbers = _numbers(q, k, v, max_q, max_k, causal, window, scale, return_lse, deterministic, plan)
     if torch._C._is_any_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
+    if scores is not None:
+        return _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, *scores)
     need_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     dispatched = need_grad or torch.compiler.is_compiling() or in_forward_mode()
     forward = FORWARD if dispatched else forward_without_gradient
     out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, *numbers)
+    return (out, lse) if return_lse else out
+
+
+def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink):
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, tensor in (("alibi_slopes", slopes), ("sink", sink)):
+        if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ProblemError(f"{name} must be a tensor of floating point numbers, one for each query head; got {kind}.")
+    slopes, sink = (None if t is None else t.to(wide) for t in (slopes, sink))
+    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
+    softcap = softcap if type(softcap) is float else 0.0 if softcap is None else _number("softcap", softcap)
+    out, lse = FORWARD_SCORED(return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink, *numbers, softcap)
     return (out, lse) if return_lse else out
 
 

@@ -23,6 +23,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIN_DIM, MAX_DIM = 1, 256
 MAX_SCALE = 1e38  # times log2(e) it is still a finite fp32 number
+MAX_SOFTCAP = 1e30  # a score over it is still a normal fp32 number
 ALIBI = {"": "", "head": "alibi", "batch": "alibi(batch)"}  # slopes of what -> its spelling
 
 
@@ -104,8 +105,10 @@ class Problem:
                 raise ProblemError(f"{name} must be in {MIN_DIM}..{self.max_dim}; got {dim} with heads_q={self.heads_q}.")
         if not abs(self.scale) <= MAX_SCALE:
             raise ProblemError(f"scale must be a finite number, at most {MAX_SCALE:g} in size; got {self.scale}.")
-        if not 0 <= self.softcap <= MAX_SCALE:
-            raise ProblemError(f"softcap must be a positive number, at most {MAX_SCALE:g}, or 0 for none; got {self.softcap}.")
+        if not 0 <= self.softcap <= MAX_SOFTCAP:
+            raise ProblemError(
+                f"softcap must be a positive number, at most {MAX_SOFTCAP:g}, or 0 for none; got {self.softcap}."
+            )
         if self.alibi not in ALIBI:
             raise ProblemError(f"alibi must be one of {', '.join(map(repr, ALIBI))}; got {self.alibi!r}.")
         if self.dtype not in DTYPE_NAMES:

@@ -20,16 +20,28 @@ def visible(len_q: int, len_k: int, left=None, right=None, device=None, rows=Non
     return seen
 
 
-def attention(q, k, v, *, left=None, right=None, scale=None, seen=None):
+def alibi(slopes, len_q: int, len_k: int, rows=None) -> torch.Tensor:
+    """`[..., H, len_q, len_k]`: -slope * |i + len_k - len_q - j| for slopes `[H]` or `[B, H]`. `rows`: only those."""
+    i = (torch.arange(len_q, device=slopes.device) if rows is None else rows).unsqueeze(1)
+    j = torch.arange(len_k, device=slopes.device).unsqueeze(0)
+    return -slopes[..., None, None] * (i + len_k - len_q - j).abs().to(slopes.dtype)
+
+
+def attention(q, k, v, *, left=None, right=None, scale=None, seen=None, softcap=0.0, slopes=None, bias=None, sink=None):
     """`(out, lse)` of dense attention in the inputs' own dtype.
 
     Args:
         q: `[B, Tq, Hq, D]`; k: `[B, Tk, Hk, D]`; v: `[B, Tk, Hk, Dv]`.
         left, right: the window around the diagonal; `None` is no limit. Causal is `right=0`.
         seen: boolean `[Tq, Tk]` (or broadcastable to `[B, Hq, Tq, Tk]`) used instead of the window.
+        softcap: c > 0 makes a scaled score s into c tanh(s / c).
+        slopes: `[Hq]` or `[B, Hq]`, the bias of `alibi`; bias: any, broadcastable to `[B, Hq, Tq, Tk]`. Both are added after
+            the soft-cap, before the mask.
+        sink: `[Hq]`, one more logit in the denominator and the LSE of every row of a head, without a value.
 
     Returns:
-        out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; rows that see nothing are 0 and -inf, with zero gradients.
+        out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; rows that see nothing are 0 and -inf (with a sink: the sink), with zero
+        gradients.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -37,10 +49,21 @@ def attention(q, k, v, *, left=None, right=None, scale=None, seen=None):
     if seen is None:
         seen = visible(q.shape[1], k.shape[1], left, right, q.device)
     scores = torch.einsum("bihd,bjhd->bhij", q, k[:, :, heads]) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + alibi(slopes, q.shape[1], k.shape[1]).to(q.dtype)
+    if bias is not None:
+        scores = scores + bias.to(q.dtype)
+        seen = seen & (bias != -torch.inf)
     scores = torch.where(seen, scores, -torch.inf)
+    keys = scores.shape[-1]
     dead = ~seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
+    if sink is not None:  # the last column, which sees no value
+        logits = sink.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores, dead = torch.cat([scores, logits], -1), dead & (logits == -torch.inf)
     safe = torch.where(dead, 0.0, scores)  # a row of -inf would make softmax NaN
-    p = torch.where(seen, torch.softmax(safe, -1), 0.0)
+    p = torch.where(seen, torch.softmax(safe, -1)[..., :keys], 0.0)
     values = v[:, :, heads]
     finite = torch.isfinite(values)
     out = torch.einsum("bhij,bjhd->bihd", p, torch.where(finite, values, 0.0))
@@ -58,15 +81,19 @@ def _sees_any(seen, marked, like):
     return torch.einsum("bhij,bjhd->bihd", seen, marked.to(torch.float64)) > 0
 
 
-def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, left=None, right=None, scale=None):
+def attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, left=None, right=None, scale=None, softcap=0.0, slopes=None, sink=None
+):
     """`(out, lse)` of packed attention, one sequence after another: out `[Tq, Hq, Dv]`, lse `[Hq, Tq]`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf)
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs, lses, last = [], [], 0
+    common = {"left": left, "right": right, "scale": scale, "softcap": softcap, "sink": sink}
     for i in range(len(bounds_q) - 1):
         (q0, q1), (k0, k1) = bounds_q[i : i + 2], bounds_k[i : i + 2]
-        o, m = attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], left=left, right=right, scale=scale)
+        own = None if slopes is None else slopes if slopes.dim() == 1 else slopes[i]
+        o, m = attention(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], slopes=own, **common)
         outs += [out[last:q0], o[0]]
         lses += [lse[:, last:q0], m[0]]
         last = q1

@@ -32,7 +32,8 @@ def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_
     )
     cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
     q, k, v = (torch.empty(shape[problem.packed :], dtype=problem.dtype) for shape in shapes)
-    operands = Operands(q, k, v, cu, cu)
+    slopes = torch.empty((problem.batch, problem.heads_q)[problem.alibi == "head" :]) if problem.alibi else None
+    operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None)
     out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
     tiles = plan(problem, device, direction=direction, prefer=algorithm).tiles
     if algorithm in BY_NAME:

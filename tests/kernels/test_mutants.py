@@ -136,7 +136,7 @@ KERNEL_MUTANTS = {
         "    total_k = len_k\n    scale_log2 = 1.4426950408889634 * BLOCK_D**-0.5\n",
         1,
     ),
-    "negative scale not applied first": [(LAUNCH, "tile), problem.scale <= 0", "tile), False", 1), NOT_AGAIN],
+    "negative scale not applied first": [(LAUNCH, "prescale = problem.scale <= 0 or", "prescale = False or", 1), NOT_AGAIN],
     "16-bit accumulator": (
         FORWARD,
         "acc = acc * alpha[:, None]",
@@ -187,7 +187,7 @@ KERNEL_MUTANTS = {
         "return length // block + problem.batch - 1 if problem.packed",
         1,
     ),
-    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)\n        if", "pass\n        if", 1),
+    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)\n            if sink", "pass\n            if sink", 1),
     # gradients
     "delta missing": (TILE, "return p * (dp - delta)", "return p * dp", 1),
     "gradient of the LSE dropped": (BACKWARD, "delta -= tl.load(dlse_ptr", "tl.load(dlse_ptr", 1),

@@ -12,6 +12,7 @@ rows that do not see it. So: compute, look whether the result is finite (one sum
 from rowmax.cpu import backward as _backward
 from rowmax.cpu import forward as _forward
 from rowmax.cpu import nonfinite
+from rowmax.cpu.scores import sink_gradient
 
 
 def forward(problem, operands, plan, need_lse):
@@ -35,7 +36,11 @@ def forward(problem, operands, plan, need_lse):
 
 
 def backward(problem, operands, out, lse, grad_out, grad_lse, needs, plan):
-    """`(dq, dk, dv)`; a gradient that is not needed is empty and its work is skipped."""
+    """`(dq, dk, dv)`, and with a fourth of `needs` the sink's; one that is not needed is empty and its work is skipped."""
+    if len(needs) > 3:
+        wanted = needs[3] and operands.sink is not None
+        sink = sink_gradient(problem, operands, out, lse, grad_out, grad_lse) if wanted else lse.new_empty(0)
+        return *backward(problem, operands, out, lse, grad_out, grad_lse, needs[:3], plan), sink
     if not any(needs):
         return tuple(t.new_empty(0) for t in operands[:3])
     if problem.heads_q == 0:

@@ -22,11 +22,12 @@ from rowmax.cpu.blocks import (
     by_kv_head,
     fold,
     fold_contiguous,
-    sequences,
+    numbered_sequences,
     take_columns,
     take_rows,
     widen,
 )
+from rowmax.cpu.scores import Scores
 from rowmax.numerics import LOG2E
 
 # Above this, rounding alone may lift s - lse over the range of exp2; a weight is never above 1, so it is cut there.
@@ -45,7 +46,7 @@ class _Targets(NamedTuple):
 
 def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     """Row blocks outside, column tiles inside; dk and dv are summed over the row blocks."""
-    grads = tuple(t.new_zeros(t.shape if need else (0,)) for t, need in zip(operands[:3], needs, strict=True))
+    grads = tuple(t.new_zeros(t.shape if need else (0,)) for t, need in zip(operands[:3], needs[:3], strict=True))
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
     compute = COMPUTE.get(problem.dtype, problem.dtype)
     scratch = Scratch()
@@ -55,16 +56,19 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
         delta -= grad_lse.movedim(-1, -2)
     # A gradient that is not needed is empty, and has no sequences to cut.
     for_q = (grad_out, lse.movedim(-1, -2), delta, *grads[:1][: needs[0]])
-    for_k = tuple(grad for grad, need in zip(grads[1:], needs[1:], strict=True) if need)
-    for rows, cols in sequences(problem, operands, for_q, for_k):
+    for_k = tuple(grad for grad, need in zip(grads[1:], needs[1:3], strict=True) if need)
+    for number, rows, cols in numbered_sequences(problem, operands, for_q, for_k):
         q, do, row_lse, row_delta, *dq = (by_kv_head(t, problem.heads_k) for t in rows)
         k, v, *dkv = (t.transpose(1, 2) for t in cols)
         targets = _Targets(dq[0] if needs[0] else None, dkv[0] if needs[1] else None, dkv[-1] if needs[2] else None)
         geometry = Geometry(q.shape[3], k.shape[2], problem.band)
-        try_half = problem.dtype == torch.bfloat16 and half_scores.bounded(rows[0], cols[0], problem.scale)
+        scores = None if problem.plain else Scores.of(problem, operands, number, q.shape[0], compute)
+        try_half = problem.dtype == torch.bfloat16 and problem.plain and half_scores.bounded(rows[0], cols[0], problem.scale)
         chunks = Chunks.of(tile, geometry, *q.shape[:3], try_half)
         for part in chunks.parts:
             chunk = _Chunk(problem.scale, geometry, scratch, *(t[part] for t in (q, k, v, do, row_lse, row_delta)))
+            if scores is not None:
+                chunk.scores = scores.part(part)
             if try_half:
                 chunk.try_half_scores(k[part], chunks)
             _backward(chunk, chunks, _Targets(*(None if t is None else t[part] for t in targets)), scratch)
@@ -87,6 +91,7 @@ class _Chunk:
         self.unit = 2.0**_UNIT_LOG2
         self._wide: Optional[torch.Tensor] = None  # k in the type that scores are computed in
         self._huge = bool((self.lse_log2.abs() > _HUGE_LSE).any())
+        self.scores: Optional[Scores] = None
         self._half: Optional[half_scores.BackwardWeights] = None
         self._attempts = 0.0
 
@@ -100,22 +105,30 @@ class _Chunk:
                 self._half, self._attempts, self.unit = half, half_scores.ATTEMPTS, half.unit
 
     def weights(self, block: RowBlock, cols: slice, width: int, scratch: Scratch):
-        """P times `unit` of one tile, `[n, G * rows, cols]`."""
+        """`(P, P')` times `unit` of one tile, `[n, G * rows, cols]`: P' is P times the derivative of the soft-cap."""
         if self._half and self._attempts >= 1 and half_scores.eligible(block, width):
             p = self._half.block(block, scratch)
             self._attempts += -1 if p is None else half_scores.EARNED
             if p is not None:
-                return p
+                return p, p
         if self._wide is None:
             self._wide = widen(self.k[:, : block.end], self.compute, scratch)  # earlier rows end earlier
         q_log2 = take_rows(block, self.q).to(self.compute) * (self.scale * LOG2E)
         shape = (*q_log2.shape[:2], cols.stop - cols.start)
         x = scratch("s", shape, self.compute)
-        unit_log2 = math.log2(self.unit)
-        torch.baddbmm(take_rows(block, self.lse_log2) - unit_log2, q_log2, self._wide[:, cols].mT, beta=-1, out=x)
+        unit_log2, gain = math.log2(self.unit), None
+        lse_log2 = take_rows(block, self.lse_log2) - unit_log2
+        if self.scores is None:
+            torch.baddbmm(lse_log2, q_log2, self._wide[:, cols].mT, beta=-1, out=x)
+        else:
+            torch.bmm(q_log2, self._wide[:, cols].mT, out=x)
+            gain = self.scores.bend(x, block, cols, want_gain=True)
+            x.sub_(lse_log2)
         block.hide(x, cols, scratch, exact=False)
         p = (x.clamp_(max=unit_log2) if self._huge else x).exp2_()
-        return p if p.dtype == self.q.dtype else scratch("p", shape, self.q.dtype).copy_(p)
+        narrow = p if p.dtype == self.q.dtype else scratch("p", shape, self.q.dtype).copy_(p)
+        # Multiplied before it is rounded: the product of rounded ones would be off by one rounding more.
+        return narrow, narrow if gain is None else gain.mul_(p).to(self.q.dtype)
 
 
 def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch) -> None:
@@ -128,13 +141,13 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
         q, do, block_do_delta = take_rows(block, chunk.q), take_rows(block, chunk.do), take_rows(block, chunk.do, *chunk.deltas)
         row_dq = None
         for cols in block.tiles(chunks.width):
-            p = chunk.weights(block, cols, chunks.width, scratch)
+            p, steep = chunk.weights(block, cols, chunks.width, scratch)
             if dv is not None:
                 _add_product(dv_acc[:, cols], p, do, scratch)
             if dq is None and dk is None:
                 continue
             ds = scratch("ds", p.shape, p.dtype)
-            torch.bmm(block_do_delta, take_columns(chunk.v_minus, cols, scratch).mT, out=ds).mul_(p)
+            torch.bmm(block_do_delta, take_columns(chunk.v_minus, cols, scratch).mT, out=ds).mul_(steep)
             if dk is not None:
                 _add_product(dk_acc[:, cols], ds, q, scratch)
             if dq is not None:

@@ -163,12 +163,17 @@ def sequences(problem, operands, for_q=(), for_k=()) -> Iterator[tuple[list, lis
     Rows that see nothing and columns that nobody sees are cut off, and sequences of nothing else left out: what they hold may
     change no bit of a result, also not by a choice that is made from the values of an operand.
     """
+    return ((rows, cols) for _, rows, cols in numbered_sequences(problem, operands, for_q, for_k))
+
+
+def numbered_sequences(problem, operands, for_q=(), for_k=()) -> Iterator[tuple[int, list, list]]:
+    """`sequences`, and the number of the first one in each set."""
     rows, cols = [operands.q, *for_q], [operands.k, operands.v, *for_k]
-    for dense_rows, dense_cols in _dense(problem, operands, rows, cols):
+    for number, (dense_rows, dense_cols) in enumerate(_dense(problem, operands, rows, cols)):
         geometry = Geometry(dense_rows[0].shape[1], dense_cols[0].shape[1], problem.band)
         row, col = geometry.live_row, geometry.live_column
         if row < geometry.len_q:
-            yield _from(row, dense_rows), _from(col, dense_cols)
+            yield number, _from(row, dense_rows), _from(col, dense_cols)
 
 
 def _from(start: int, tensors: list) -> list:

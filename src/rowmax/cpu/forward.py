@@ -18,11 +18,12 @@ from rowmax.cpu.blocks import (
     by_kv_head,
     fold,
     fold_contiguous,
-    sequences,
+    numbered_sequences,
     take_columns,
     take_rows,
     widen,
 )
+from rowmax.cpu.scores import Scores, start_lse
 from rowmax.numerics import LN2, LOG2E
 
 
@@ -31,17 +32,21 @@ def tiled(problem, operands, tile, need_lse, exact=False):
     out_shape, lse_shape = problem.outputs()
     out = operands.q.new_zeros(out_shape)
     lse = operands.q.new_full(lse_shape if need_lse else (0,), -torch.inf, dtype=problem.lse_dtype)
+    if need_lse and problem.sink:
+        start_lse(problem, operands, lse)
     scratch = Scratch()
     for_q = (out, lse.movedim(-1, -2)) if need_lse else (out,)
-    for rows, (k, v) in sequences(problem, operands, for_q):
-        bounded = half_scores.bounded(rows[0], k, problem.scale)
+    for number, rows, (k, v) in numbered_sequences(problem, operands, for_q):
+        # A bias or a sink may be far from the scores, which then need a pivot; and nothing but them may be rounded.
+        bounded = problem.plain and half_scores.bounded(rows[0], k, problem.scale)
+        scores = None if problem.plain else Scores.of(problem, operands, number, rows[0].shape[0], lse.dtype)
         q, o, *row_lse = (by_kv_head(t, problem.heads_k) for t in rows)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, bounded)
+        _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, bounded, scores)
     return out, lse
 
 
-def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded):
+def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded, scores=None):
     """q, out `[B, Hk, G, Tq, D]`, k, v `[B, Hk, Tk, D]`, lse `[B, Hk, G, Tq]` or None; writes out and lse."""
     batch, heads_k, group, len_q, _ = q.shape
     geometry = Geometry(len_q, k.shape[2], problem.band)
@@ -54,6 +59,7 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded):
         q_part = fold(q[part], matmul)
         k_part, v_part = (fold_contiguous(t[part], matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
         wide = None  # k in the type that scores are computed in
+        part_scores = None if scores is None else scores.part(part)
         attempts = 0.0
         if (
             eligible
@@ -71,7 +77,7 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded):
                 if wide is None:
                     wide = widen(k_part[:, : block.end], compute, scratch)  # earlier rows end earlier
                 q_log2 = block_q.to(compute) * (problem.scale * LOG2E)
-                o, lse_log2 = _row_block(q_log2, wide, v_part, block, chunks.width, scratch, exact, bounded)
+                o, lse_log2 = _row_block(q_log2, wide, v_part, block, chunks.width, scratch, exact, bounded, part_scores)
                 if lse is not None:
                     target = lse[part][..., rows]
                     torch.mul(lse_log2.view(target.shape), LN2, out=target)
@@ -79,27 +85,34 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded):
             target.copy_(o.view(target.shape))
 
 
-def _row_block(q, k, v, block: RowBlock, width, scratch, exact, bounded):
+def _row_block(q, k, v, block: RowBlock, width, scratch, exact, bounded, scores=None):
     """`(o [n, G * rows, Dv], lse_log2 [n, G * rows, 1])` of one row block over all columns that it sees."""
     out = lse = None
+    sink = None if scores is None else scores.sink_rows(block)
     for cols in block.tiles(width):
-        o, tile_lse = _tile(q, k, v, block, cols, scratch, exact, bounded)
+        o, tile_lse = _tile(q, k, v, block, cols, scratch, exact, bounded, scores, sink if out is None else None)
         out, lse = (o, tile_lse) if out is None else _merge(out, lse, o, tile_lse)
     return out, lse
 
 
-def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded):
-    """Attention of the rows over the columns of one tile. Scores that are `bounded` need no maximum as a pivot."""
+def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded, scores=None, sink=None):
+    """Attention of the rows over one tile's columns and a `sink`. Scores that are `bounded` need no maximum as a pivot."""
     s = torch.bmm(q, k[:, cols].mT, out=scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype))
+    if scores is not None:
+        scores.bend(s, block, cols)
     block.hide(s, cols, scratch, exact)
     blind = block.blind_rows(cols)
     m = None if bounded else s.amax(-1, keepdim=True)
     if m is not None:
         if blind is not None:
             m.unflatten(1, (-1, block.rows)).masked_fill_(blind.unsqueeze(-1), 0.0)
+        if sink is not None:
+            m = torch.maximum(m, sink)
         s.sub_(m)
     p = s.exp2_()
     l = p.sum(-1, keepdim=True)
+    if sink is not None:
+        l += (sink - m).exp2_()
     lse = l.log2() if m is None else m + l.log2()
     weight = 1.0 / l if blind is None else 1.0 / torch.where(l == 0, 1.0, l)
     v = take_columns(v, cols, scratch)

@@ -65,6 +65,19 @@ def locate(pid, cu_rows, cu_others, batch, heads, tiles, len_rows, len_others, B
 
 
 @triton.jit
+def slopes_base(slopes, pid, cu_rows, batch, program_heads, tiles, heads, BLOCK: tl.constexpr, PER_SEQUENCE: tl.constexpr):
+    """Pointer to the slopes of all heads, `[heads]`, for the program of `locate`: those of its sequence if each has its own."""
+    if PER_SEQUENCE:
+        if cu_rows is None:
+            b = pid // (tiles * program_heads)
+        else:
+            b = find_sequence(tiles - 1 - pid % tiles, cu_rows, batch, BLOCK)
+        return slopes + b.to(tl.int64) * heads
+    else:
+        return slopes
+
+
+@triton.jit
 def head_base(pointer, strides, b, begin, head):
     """Pointer to row 0, dimension 0 of one head of one sequence. `strides` are (batch, row, head)."""
     return pointer + b.to(tl.int64) * strides[0] + tl.cast(begin, tl.int64) * strides[1] + head.to(tl.int64) * strides[2]

@@ -52,7 +52,7 @@ class Forward:
     def __init__(self, problem: Problem, plan: Plan, need_lse: bool):
         self._problem, self._tile, self._algorithm = problem, plan.tiles[0], plan.algorithm
         self._out_shape, self._lse_shape = problem.outputs()
-        self._need_lse = need_lse
+        self._need_lse, self._plain = need_lse, problem.plain
         self._has_work = _has_work(problem)
         self._clear = problem.packed or not self._has_work  # rows outside every sequence are written by nobody
         self._again: Any = None  # launches of calls after the first
@@ -69,16 +69,18 @@ class Forward:
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._need_lse else None
         if self._clear and lse is not None:
             lse.fill_(-torch.inf)
+            if sink is not None and not self._has_work:
+                _rows_of_sinks(lse, sink, cu_seqlens_q)
         if self._has_work:
-            self._run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+            self._run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *(() if self._plain else (slopes, sink)))
         return out, lse
 
-    def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> None:
+    def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores) -> None:
         device, tile = q.device, self._tile
         if self._again is not None and device.index == torch.cuda.current_device():
-            self._again(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+            self._again(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
             return
-        operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, *scores)
         if isinstance(tile, SplitTile):
             from rowmax.kernels import decode_launch
 
@@ -180,17 +182,23 @@ class _Hopper:
 
 
 def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
-    """`(dq, dk, dv)`; a gradient that is not needed is an empty tensor, and no kernel runs for nothing."""
+    """`(dq, dk, dv)`, and with a fourth of `needs` the sink's; a gradient that is not needed is an empty tensor, and no kernel
+    runs for nothing."""
     empty = problem.packed or not _has_work(problem)
     make = torch.zeros if empty else torch.empty
-    need_q, need_k, need_v = needs
+    need_q, need_k, need_v = needs[:3]
+    wants_sink = len(needs) > 3 and needs[3]
+    nothing = (lse.new_empty(0),) * (len(needs) - 3)
     q, k, v = operands[:3]
     device = q.device
     dq, dk, dv = (
-        make(t.shape if need else (0,), dtype=t.dtype, device=device) for t, need in zip((q, k, v), needs, strict=True)
+        make(t.shape if need else (0,), dtype=t.dtype, device=device) for t, need in zip((q, k, v), needs[:3], strict=True)
     )
     if not _has_work(problem):
-        return dq, dk, dv
+        if wants_sink:
+            delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
+            nothing = (_sink_gradient(operands.sink, lse * LOG2E, delta),)
+        return dq, dk, dv, *nothing
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     _launch(device, row_call(problem, out, grad_out, lse, grad_lse, lse_log2, delta))
     query_tile, *key_tiles = plan.tiles
@@ -203,17 +211,38 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
             _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse_log2, delta, dk, None))
         if need_v:
             _launch(device, key_call(problem, operands, key_tiles[-1], grad_out, lse_log2, delta, None, dv))
-    return dq, dk, dv
+    if wants_sink:
+        nothing = (_sink_gradient(operands.sink, lse_log2, delta),)
+    return dq, dk, dv, *nothing
+
+
+def _rows_of_sinks(lse, sink, cu_seqlens_q) -> None:
+    """The LSE where no row sees a key: the sink, in rows that belong to a sequence."""
+    if cu_seqlens_q is None:
+        lse.copy_(sink.unsqueeze(-1))
+    else:
+        row = torch.arange(lse.shape[-1], device=lse.device)
+        own = (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
+        lse.copy_(torch.where(own, sink.unsqueeze(-1), -torch.inf))
+
+
+def _sink_gradient(sink, lse_log2, delta) -> torch.Tensor:
+    """`[H]`: -sum over rows of p_sink delta; the sink is a key whose value is 0. Rows without weights have an infinite LSE."""
+    terms = torch.exp2(sink.unsqueeze(-1) * LOG2E - lse_log2) * delta
+    return -terms.masked_fill(torch.isinf(lse_log2), 0.0).sum(-1).view(-1, sink.shape[0]).sum(0)
 
 
 def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> Call:
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
-    tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    # What a plain problem has not is among the numbers: a tensor costs the host time on every call.
+    scores, none = ((), (None, None)) if problem.plain else ((operands.slopes, operands.sink), ())
+    tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
+    prescale = problem.scale <= 0 or problem.softcap > 0 or problem.alibi != ""
     numbers = (
-        *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
+        *(*none, _strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(*_constants(problem, tile), problem.scale <= 0, tile.stages, tile.descriptors),
+        *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
@@ -339,11 +368,11 @@ def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) ->
 def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dq) -> Call:
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
-    tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out, dq)),
-        *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(*_constants(problem, tile), tile.stages, tile.descriptors),
+        *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(*_constants(problem, tile), tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
     return Call(query_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
@@ -352,12 +381,12 @@ def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log
     """dK and dV; one of them may be None."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
-    tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
     numbers = (
         *(_strides(t) for t in (q, k, v, do, dk_like, dv_like)),
-        *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors),
+        *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
     return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
@@ -366,6 +395,11 @@ def _bounded(problem: Problem) -> Band:
     """The band, with sides that the kernels' 32-bit sums cannot carry over their range."""
     most = problem.len_q + problem.len_k
     return Band(*(side if side is None else min(side, most) for side in problem.band))
+
+
+def _cap(problem: Problem) -> Optional[tuple[float, float]]:
+    """As `tile_ops.bend` takes it."""
+    return (problem.scale / problem.softcap, problem.softcap * LOG2E) if problem.softcap else None
 
 
 def _has_work(problem: Problem) -> bool:

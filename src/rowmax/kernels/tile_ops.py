@@ -83,6 +83,43 @@ def visible(rows, cols, len_k, shift, band):
 
 
 @triton.jit
+def soft_cap(x):
+    """`(tanh x, 1 - tanh^2 x)`, each to a few units in its last place: near 0, where 1 - e cancels, by the series."""
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 |x|)
+    r = 1.0 / (1.0 + e)
+    far = (1.0 - e) * r
+    y = x * x
+    near = x * (1.0 + y * (-0.33333333333333 + y * (0.13333333333333 + y * (-0.053968253968254 + y * 0.021869488536155))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0.0, -far, far)), 4.0 * e * r * r
+
+
+@triton.jit
+def bend(s, rows, cols, shift, scale_log2, cap, slope_log2):
+    """Raw scores to `(x, gain)`: x = log2(e) (soft-capped score + ALiBi bias), and the soft-cap's derivative.
+
+    `cap` = (scale / softcap, softcap * log2(e)) or None; `slope_log2` = slope * log2(e) or None. Without a cap gain is unused.
+    """
+    if cap is None:
+        x = s * scale_log2
+        gain = x
+    else:
+        x, gain = soft_cap(s * cap[0])
+        x = x * cap[1]
+    if slope_log2 is not None:
+        x = x - slope_log2 * tl.abs(rows + shift - cols).to(tl.float32)
+    return x, gain
+
+
+@triton.jit
+def add_sink(acc, m, l, sink_log2):
+    """One more key of logit `sink_log2` with the value 0, after all others; m in units of log2."""
+    m_new = tl.maximum(m, sink_log2)
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - pivot)
+    return acc * tl.expand_dims(alpha, 1), m_new, l * alpha + tl.exp2(sink_log2 - pivot)
+
+
+@triton.jit
 def online_step(s, m, l, scale_log2):
     """One tile of the online softmax: `(p, m, l, alpha)`; the caller multiplies its accumulator by `alpha`.
 

@@ -57,7 +57,7 @@ def _aten_tiles(problem: Problem, device: Device, direction: str):
 def _tiled_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     if device.kind != "cpu":
         return f"runs on the CPU; the tensors are on {device.kind}"
-    return None if problem.plain else "takes no soft-cap, ALiBi or sink logits yet"
+    return None
 
 
 def _tiled_tiles(problem: Problem, device: Device, direction: str):

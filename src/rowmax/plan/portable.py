@@ -30,6 +30,12 @@ _HOPPER = {
     # 262 / 262, with it dK 32x128 w8 s2 tma: 250 / 247, dV 64x128 w8 s2 tma: 259 / 269). dK and dV in one kernel spill.
     256: ("128x64 w8 s2 tma", "128x32 w8 s3", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
 }
+# Of a backward that bends scores (soft-cap, ALiBi), which takes more registers: the tiles above spill. Untimed.
+_HOPPER_BENT = {
+    64: ("64x64 w4 s3 tma", "64x64 w4 s2 tma"),
+    128: ("64x64 w4 s2 tma", "64x32 w4 s2 tma"),
+    256: ("128x32 w8 s3", "32x128 w8 s1 tma", "32x128 w8 s3 tma"),
+}
 _AMPERE = {
     64: ("128x64 w4 s3", "128x64 w8 s2", "64x128 w8 s2"),
     128: ("128x64 w8 s2", "64x64 w8 s1", "32x64 w8 s2"),
@@ -66,7 +72,7 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs compute capability 8.0 or newer; {device.name} has {device.capability[0]}.{device.capability[1]}"
     if problem.dtype == torch.float64:
         return "fp64 runs on the CPU only"
-    return None if problem.plain else "takes no soft-cap, ALiBi or sink logits yet"
+    return None
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
@@ -74,6 +80,10 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     dim = max(problem.dim_qk, problem.dim_v)
     row = next(row for largest, row in table.items() if dim <= largest)
     if direction == "backward":
+        bent = table is _HOPPER and (problem.softcap > 0 or problem.alibi != "")
+        if bent:
+            row = next(("", *tiles) for largest, tiles in _HOPPER_BENT.items() if dim <= largest)
+            why = "untimed; compiles without spills where scores are bent"
         chosen = tuple(map(_parse, row[1:]))
     else:
         queries = problem.max_len_q if problem.packed and problem.max_len_q is not None else problem.len_q

@@ -42,6 +42,7 @@ def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = 
     """`(out, lse)` of the public call that `problem` describes, or `out` alone."""
     arguments: dict = {"return_lse": return_lse, "deterministic": problem.deterministic, "plan": plan}
     arguments["scale"] = None if problem.scale == problem.dim_qk**-0.5 else problem.scale
+    arguments.update({"softcap": problem.softcap or None, "alibi_slopes": operands.slopes, "sink": operands.sink})
     arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -75,9 +76,10 @@ def check(
     """
     tensors = operands(problem, kind, seed=seed, device=device, layout=layout, lengths=lengths)
     backward = backward and not kind.startswith(("nan", "inf"))
-    leaves = [t.detach().requires_grad_(backward) for t in (tensors.q, tensors.k, tensors.v)]
+    names = ("q", "k", "v", *["sink"] * problem.sink)
+    leaves = [getattr(tensors, name).detach().requires_grad_(backward) for name in names]
     with poisoned():
-        out, lse = attend(problem, tensors._replace(q=leaves[0], k=leaves[1], v=leaves[2]), plan)
+        out, lse = attend(problem, tensors._replace(**dict(zip(names, leaves, strict=True))), plan)
         with torch.no_grad():
             alone = attend(problem, tensors, plan, return_lse=False)
     report = check_forward(problem, tensors, out.detach(), lse.detach())

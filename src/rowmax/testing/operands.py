@@ -9,7 +9,7 @@ from typing import Optional
 import torch
 
 from rowmax.problem import Operands, Problem
-from rowmax.testing.memory import place, place_one
+from rowmax.testing.memory import carve, place, place_one
 
 # What each kind is for. The argument in parentheses may be changed: `shift(-1000)`.
 KINDS = {
@@ -58,7 +58,7 @@ def operands(
         cu_seqlens = tuple(torch.tensor(cuts, dtype=torch.int32, device=device) for cuts in bounds)
     values = _values(problem, name, argument, sequences, generator)
     q, k, v = (t.to(problem.dtype).to(device) for t in values)
-    return Operands(*place(q, k, v, layout), *cu_seqlens)
+    return Operands(*place(q, k, v, layout), *cu_seqlens, *_scores(problem, generator, device))
 
 
 def cotangents(
@@ -70,6 +70,20 @@ def cotangents(
     grad_out = torch.randn(out_shape, generator=generator).to(problem.dtype).to(device)
     grad_lse = torch.randn(lse_shape, generator=generator).mul(0.1).to(problem.lse_dtype).to(device)
     return place_one(grad_out, layout), grad_lse
+
+
+def _scores(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]:
+    """`(slopes, sink)`: slopes 2^(-8 h / H) as in the paper, of both signs if each sequence has its own; sinks that weigh much
+    or little. Amid NaN, so that a head too far is seen."""
+    heads = torch.arange(1, problem.heads_q + 1)
+    slopes = sink = None
+    if problem.alibi:
+        slopes = 2.0 ** (-8.0 * heads / max(problem.heads_q, 1))
+        if problem.alibi == "batch":
+            slopes = slopes * torch.randn(problem.batch, problem.heads_q, generator=generator)
+    if problem.sink:
+        sink = 2.0 * torch.randn(problem.heads_q, generator=generator) + 2.0 * (heads % 3)
+    return [None if t is None else carve(t.to(problem.lse_dtype).to(device)) for t in (slopes, sink)]
 
 
 def _parse_kind(kind: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """A call cut into sequences, and their query rows into pieces small enough for a dense fp64 computation."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -22,6 +22,8 @@ class Piece(NamedTuple):
     rows: torch.Tensor
     q: torch.Tensor  # [rows, H, D]
     seen: torch.Tensor  # [rows, len_k]
+    bias: Optional[torch.Tensor] = None  # [H, rows, len_k], fp64, of ALiBi
+    sink: Optional[torch.Tensor] = None  # [H], fp64
 
 
 class Sequence(NamedTuple):
@@ -54,9 +56,23 @@ def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
             part = part.to(q.device)
             index = (*lead, part + span_q.start)
             seen = reference.visible(len(span_q), len(span_k), *problem.band, device=q.device, rows=part)
-            pieces.append(Piece(f"sequence {number}, rows from {int(part[0])}", index, part, q[index], seen))
+            scores = _scores(operands, number, span_q, span_k, part)
+            pieces.append(Piece(f"sequence {number}, rows from {int(part[0])}", index, part, q[index], seen, *scores))
         result.append(Sequence(f"sequence {number}", keys, k[keys], v[keys], pieces))
     return result, sampled
+
+
+def _scores(operands: Operands, number: int, span_q: range, span_k: range, rows: torch.Tensor):
+    """Bias and sink of some rows of sequence `number`. Packed rows of none have neither."""
+    slopes, sink = (None if t is None else t.double() for t in operands[5:7])
+    if slopes is not None:
+        outside = slopes.dim() == 2 and number >= slopes.shape[0]
+        own = slopes if slopes.dim() == 1 else slopes[0 if outside else number]
+        slopes = reference.alibi(own, len(span_q), len(span_k), rows)
+    cu = operands.cu_seqlens_q
+    if cu is not None and number >= cu.numel() - 1 and sink is not None:
+        sink = torch.full_like(sink, -torch.inf)
+    return slopes, sink
 
 
 def spans(problem: Problem, operands: Operands) -> list[tuple[tuple, range, range]]:

@@ -35,6 +35,7 @@ from rowmax.testing.report import (
     error_factor,
     roundoff,
     score_roundoff,
+    tiny,
 )
 from rowmax.testing.sums import check_sums
 
@@ -70,19 +71,24 @@ def check_backward(
     grad_lse: Optional[torch.Tensor] = None,
     out: Optional[torch.Tensor] = None,
 ) -> Report:
-    """Compare `grads` of q, k and v (`None`: not asked for) with those of the definition for the given cotangents.
+    """Compare `grads` of q, k and v (`None`: not asked for) with those of the definition for the given cotangents; a fourth is
+    that of the sink, which a sample of rows says nothing about.
 
     Operands must be finite. `out`, of the same call, adds one more sum to the check of a sampled problem.
     """
     sequences, sampled = split(problem, operands)
     dq_tally, dk_tally, dv_tally = (Tally(name, problem, RMS_GRAD, RMS_GRAD_WARN) for name in ("dq", "dk", "dv"))
-    dq, dk, dv = grads
+    dq, dk, dv, *rest = grads
+    dsink = rest[0] if rest else None
+    dsink_sums = torch.zeros(2, problem.heads_q, dtype=torch.float64, device=operands.q.device)
     for sequence in sequences:
         total: Optional[_Gradients] = None
         for piece in sequence.pieces:
             part = _Gradients.of(problem, piece, sequence, grad_out, grad_lse)
             if dq is not None:
                 dq_tally.add_sums(piece.name, dq[piece.where], part.dq)
+            if part.dsink is not None:
+                dsink_sums += part.dsink
             total = part if total is None else total.plus(part)
         if sampled:
             continue
@@ -94,10 +100,14 @@ def check_backward(
     report = Report(problem, sampled=sampled)
     for tally, grad in ((dq_tally, dq), (dk_tally, dk), (dv_tally, dv)):
         report = report if grad is None else tally.into(report)
+    if dsink is not None and not sampled:
+        tally = Tally("dsink", problem)
+        tally.add("all rows", dsink, dsink_sums[0], dsink_sums[1] + roundoff(problem) * dsink_sums[0].abs() + tiny(problem))
+        report = tally.into(report)
     if not sampled:
         return report
-    report = _all_finite(operands, dict(zip(("dq", "dk", "dv"), grads, strict=True)), report)
-    return check_sums(problem, operands, grads, grad_out, grad_lse, out, report)
+    report = _all_finite(operands, dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=False)), report)
+    return check_sums(problem, operands, grads[:3], grad_out, grad_lse, out, report)
 
 
 def _all_finite(operands: Operands, results: dict, report: Report) -> Report:
@@ -127,38 +137,49 @@ class _Truth(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, piece: Piece, sequence: Sequence) -> "_Truth":
         q, k, v = (t.double() for t in (piece.q, sequence.k, sequence.v))
-        out, lse = _define(problem, q, k, v, piece.seen)
-        terms, _ = _define(problem, q, k, v.abs(), piece.seen)
+        out, lse = _define(problem, piece, q, k, v)
+        terms, _ = _define(problem, piece, q, k, v.abs())
         naive = out
         if problem.dtype != torch.float64:
-            naive, _ = _define(problem, piece.q, sequence.k, sequence.v, piece.seen)
+            naive, _ = _define(problem, piece, piece.q, sequence.k, sequence.v)
         sizes = torch.einsum("ihd,jhd->hij", q.abs(), expand_heads(problem, k.abs())) * abs(problem.scale)
+        if piece.bias is not None:
+            sizes = sizes + piece.bias.abs()
         sizes = torch.where(piece.seen, finite(sizes), 0.0)
         logits = sizes.amax(-1) if sizes.shape[-1] else sizes.sum(-1)
         return cls(out, lse, naive.double(), terms, logits)
 
 
-def _define(problem: Problem, q, k, v, seen) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out [rows, H, Dv], lse [H, rows])` of the oracle for one sequence, in the dtype of q."""
-    out, lse = reference.attention(q[None], k[None], v[None], scale=problem.scale, seen=seen)
+def _define(problem: Problem, piece: Piece, q, k, v, sink=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out [rows, H, Dv], lse [H, rows])` of the oracle for one sequence, in the dtype of q. `sink`: for the piece's."""
+    out, lse = reference.attention(
+        *(q[None], k[None], v[None]),
+        scale=problem.scale,
+        seen=piece.seen,
+        softcap=problem.softcap,
+        bias=piece.bias,
+        sink=piece.sink if sink is None else sink,
+    )
     return out[0], lse[0]
 
 
 class _Gradients(NamedTuple):
-    """Gradients of one piece. With W_ij = p_ij (|dP_ij| + |delta_i| + |dLSE_i| + sum_d |dO_id| A_id), their A are
+    """Gradients of one piece. With W_ij = p_ij (|dP_ij| + |delta_i| + |dLSE_i| + sum_d |dO_id| A_id) |soft-cap'|, their A are
 
     dq: |scale| sum_j W_ij |k_j|        dk: |scale| sum_i W_ij |q_i|        dv: sum_i p_ij |dO_i|
 
-    summed over the query heads of a group for dk and dv.
+    summed over the query heads of a group for dk and dv. The sink's is -sum_i p_sink delta_i, and its A sum_i p_sink times what
+    is in parentheses above but dP.
     """
 
     dq: Sums
     dk: Sums
     dv: Sums
+    dsink: Optional[torch.Tensor]  # [2, H]: the gradient, and what bounds its error but for its own rounding
 
     def plus(self, other: "_Gradients") -> "_Gradients":
-        dk, dv = (Sums(*(a + b for a, b in zip(x, y, strict=True))) for x, y in zip(self[1:], other[1:], strict=True))
-        return _Gradients(self.dq, dk, dv)
+        dk, dv = (Sums(*(a + b for a, b in zip(x, y, strict=True))) for x, y in zip(self[1:3], other[1:3], strict=True))
+        return _Gradients(self.dq, dk, dv, None)
 
     @classmethod
     def of(cls, problem: Problem, piece: Piece, sequence: Sequence, grad_out, grad_lse) -> "_Gradients":
@@ -166,20 +187,29 @@ class _Gradients(NamedTuple):
         zero = torch.zeros(*piece.q.shape[:2], problem.dim_v, dtype=torch.float64, device=piece.q.device)
         d_out = zero if grad_out is None else grad_out[piece.where].double()
         d_lse = zero[..., 0].T if grad_lse is None else lse_rows(problem, grad_lse, piece).double()
-        wide = _autograd(problem, [t.double() for t in inputs], piece.seen, d_out, d_lse)
-        naive = wide if problem.dtype == torch.float64 else _autograd(problem, inputs, piece.seen, d_out, d_lse)
+        wide = _autograd(problem, piece, [t.double() for t in inputs], d_out, d_lse)
+        naive = wide if problem.dtype == torch.float64 else _autograd(problem, piece, inputs, d_out, d_lse)
 
         truth = _Truth.of(problem, piece, sequence)
         q, k, v = (t.double() for t in inputs)
         k, v, seen = expand_heads(problem, k), expand_heads(problem, v), piece.seen
         scale = abs(problem.scale)
         scores = torch.einsum("ihd,jhd->hij", q, k) * problem.scale
+        steep = torch.ones_like(scores)
+        if problem.softcap:
+            scores = scores / problem.softcap
+            scores, steep = problem.softcap * torch.tanh(scores), 1 / torch.cosh(scores) ** 2
+        if piece.bias is not None:
+            scores = scores + piece.bias
         p = torch.where(seen, torch.exp(scores - truth.lse.unsqueeze(-1)), 0.0)
         row = (d_out * truth.out).sum(-1).abs() + (d_out.abs() * truth.terms).sum(-1) + d_lse.T.abs()
-        w = p * (torch.einsum("ihd,jhd->hij", d_out, v).abs() + row.T.unsqueeze(-1))
+        flat = p * (torch.einsum("ihd,jhd->hij", d_out, v).abs() + row.T.unsqueeze(-1))
+        w = flat * steep
         # P is recomputed from an LSE that may itself be off by its bound, g (|lse| + S).
         logits = 2 * truth.logits + finite(truth.lse).abs()
         factor = error_factor(problem, logits).unsqueeze(-1)
+        # The oracle's derivative of the soft-cap, 1 - tanh^2, is itself off by 2^-53, however small it is.
+        weighted = w * factor + flat * (2.0**-52 if problem.softcap else 0.0)
 
         def over_keys(weights):
             return scale * torch.einsum("hij,jhd->ihd", weights, k.abs())
@@ -188,18 +218,22 @@ class _Gradients(NamedTuple):
             return sum_group(problem, scale * torch.einsum("hij,ihd->jhd", weights, what.abs()))
 
         ones = seen.double().expand_as(p)
-        dq = Sums(wide[0], naive[0], over_keys(w), over_keys(w * factor), over_keys(ones))
-        dk = Sums(wide[1], naive[1], *(over_rows(x, q, scale) for x in (w, w * factor, ones)))
+        dq = Sums(wide[0], naive[0], over_keys(w), over_keys(weighted), over_keys(ones))
+        dk = Sums(wide[1], naive[1], *(over_rows(x, q, scale) for x in (w, weighted, ones)))
         dv = Sums(wide[2], naive[2], *(over_rows(x, d_out, 1.0) for x in (p, p * factor, ones)))
-        return cls(dq, dk, dv)
+        if piece.sink is None:
+            return cls(dq, dk, dv, None)
+        of_sink = torch.exp(piece.sink.unsqueeze(-1) - truth.lse) * row.T * factor.squeeze(-1)  # [H, rows]
+        return cls(dq, dk, dv, torch.stack([wide[3], of_sink.masked_fill(torch.isneginf(truth.lse), 0.0).sum(-1)]))
 
 
-def _autograd(problem: Problem, inputs, seen, d_out, d_lse) -> list[torch.Tensor]:
-    """Gradients of the oracle in the dtype of `inputs`, then as fp64."""
+def _autograd(problem: Problem, piece: Piece, inputs, d_out, d_lse) -> list[torch.Tensor]:
+    """Gradients of the oracle in the dtype of `inputs`, then as fp64; with a sink, its own last."""
     leaves = [t.detach().requires_grad_() for t in inputs]
+    if piece.sink is not None:
+        leaves.append(piece.sink.detach().clone().requires_grad_())
     with torch.enable_grad():
-        q, k, v = leaves
-        out, lse = _define(problem, q, k, v, seen)
+        out, lse = _define(problem, piece, *leaves)
         outputs = [(x, g.to(x.dtype)) for x, g in ((out, d_out), (lse, d_lse)) if x.requires_grad]
     results, cotangents = zip(*outputs, strict=True)
     grads = torch.autograd.grad(results, leaves, cotangents, allow_unused=True, materialize_grads=True)

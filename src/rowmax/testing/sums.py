@@ -21,6 +21,8 @@ def check_sums(problem: Problem, operands: Operands, grads, grad_out, grad_lse, 
     W_ij of `rule` sums over keys to at most 3 |dO_i| max_j |v_j| + |dLSE_i|, and S_i is at most |scale| |q_i| max_j |k_j|, so
     that no matrix of scores is needed.
     """
+    # The first holds where scores are linear in k up to what is added, the others where all weight is on values.
+    holds = (not problem.softcap and not problem.sink, not problem.sink, True, True)
     names = ("sum dk", "sum dv", "<q,dq> = <k,dk>", "<v,dv> = <o,do>")
     tallies = [Tally(name, problem) for name in names]
     u, least, scale = roundoff(problem), tiny(problem), abs(problem.scale)
@@ -47,11 +49,11 @@ def check_sums(problem: Problem, operands: Operands, grads, grad_out, grad_lse, 
             return (x * y).sum(-1)
 
         where = f"sequence {number}"
-        if dk is not None:
+        if dk is not None and holds[0]:
             floor = least * len(k) * (1 + scale * heads(q.abs()))
             bound = scale * heads(weights[..., None] * q.abs()) + u * dk.abs().sum(0) + floor
             tallies[0].add(where, dk.sum(0), problem.scale * heads(d_lse[..., None] * q), bound)
-        if dv is not None:
+        if dv is not None and holds[1]:
             bound = heads(factor[..., None] * d_out.abs()) + u * dv.abs().sum(0) + least * len(k) * (1 + heads(d_out.abs()))
             tallies[1].add(where, dv.sum(0), heads(d_out), bound)
         if dq is not None and dk is not None:

@@ -14,10 +14,11 @@ Source: Dao, "FlashAttention-2" (2023), algorithm 2; the LSE's gradient enters t
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import group_source, head_base, load_member, load_tile, locate, source, store_tile
+from rowmax.kernels.address import group_source, head_base, load_member, load_tile, locate, slopes_base, source, store_tile
 from rowmax.kernels.tile_ops import (
     GUARD,
     any_of,
+    bend,
     guarded_dot,
     key_ranges,
     query_ranges,
@@ -54,15 +55,16 @@ def row_kernel(
         delta -= tl.load(dlse_ptr + base + rows, mask=rows < len_q, other=0.0)
     tl.store(delta_ptr + base + rows, delta, mask=rows < len_q)
     lse_log2 = tl.load(lse_ptr + base + rows, mask=rows < len_q, other=0.0) * LOG2E
+    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)  # a row that sees nothing has no weights
     # Where a unit in the last place is 1/8 and more, rounding could lift a weight over 1, up to infinity: round up instead.
     lse_log2 = tl.where(tl.abs(lse_log2) > 1048576.0, lse_log2 + tl.abs(lse_log2) * 4.76837158203125e-07, lse_log2)
-    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)  # a row that sees nothing has no weights
     tl.store(lse_log2_ptr + base + rows, lse_log2, mask=rows < len_q)
 
 
 @triton.jit
 def _walk_keys(
     dq, q, do, lse_log2, delta, k_source, v_source, k_stride, v_stride, ranges, row, len_k, shift, band, scale_log2,
+    cap, slope_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -72,9 +74,17 @@ def _walk_keys(
         k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
         v = load_tile(v_source, col, v_stride, len_k, DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        p = tl.exp2(s * scale_log2 - lse_log2[:, None])
+        if cap is not None or slope_log2 is not None:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            x, gain = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2)
+            p = tl.exp2(x - lse_log2[:, None])
+        else:
+            p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         dp = tl.dot(do, v.T, input_precision="ieee")
         ds = score_gradient(p, dp, delta[:, None])
+        if cap is not None:
+            ds = ds * gain
         if MASKED:
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
@@ -90,7 +100,7 @@ def _walk_keys(
 @triton.jit
 def _store_guarded_dq(
     q_base, k_base, v_base, do_base, dq_base, lse_base, delta_base, q_stride, k_stride, v_stride, do_stride, dq_stride, row,
-    last, len_q, len_k, shift, band, scale,
+    last, len_q, len_k, shift, band, scale, cap, slope_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Rows `[row, last]` of dQ once more, with `guarded_dot`; see `_store_guarded` of the forward."""
@@ -107,7 +117,7 @@ def _store_guarded_dq(
         dq = tl.zeros([GUARD, BLOCK_D], tl.float32)
         dq = _walk_keys(
             dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift,
-            band, scale * LOG2E, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
+            band, scale * LOG2E, cap, slope_log2, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
         )  # fmt: skip
         store_tile(dq_base, dq * scale, piece, dq_stride, len_q, DIM, GUARD, BLOCK_D)
 
@@ -117,10 +127,12 @@ def query_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
     dq_ptr, lse_ptr, delta_ptr,  # dq as q; of `row_kernel`, the LSE in base 2
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     q_strides, k_strides, v_strides, do_strides, dq_strides,  # (batch, row, head)
-    scale, band, batch, heads, tiles, len_q, len_k,
+    scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
     """dQ."""
     total_q = len_q
@@ -149,16 +161,22 @@ def query_kernel(
     k_source = source(k_base, k_strides[1], len_k, DIM, BLOCK_N, BLOCK_D, DESCRIPTORS)
     v_source = source(v_base, v_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV, DESCRIPTORS)
 
+    if slopes_ptr is None:
+        slope_log2 = None
+    else:
+        slopes = slopes_base(slopes_ptr, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
+        slope_log2 = tl.load(slopes + head) * LOG2E
+
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, STAGES,
+        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, STAGES,
     )  # fmt: skip
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
+        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
     )  # fmt: skip
     bad = any_of(dq != dq)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
@@ -170,20 +188,24 @@ def query_kernel(
     store_tile(dq_base, dq * scale, row, dq_strides[1], len_q, DIM, BLOCK_M, BLOCK_D)
     if bad > 0:  # perhaps a NaN or infinity of K that not every row sees
         tl.debug_barrier()
+        if slopes_ptr is not None:
+            pid = tl.program_id(0) + (bad >> 8)
+            slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
         base = (b.to(tl.int64) * heads + head) * total_q + begin_q
         _store_guarded_dq(
             head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
             head_base(v_ptr, v_strides, b, begin_k, head // GROUP),
             None if do_ptr is None else head_base(do_ptr, do_strides, b, begin_q, head), dq_base, lse_ptr + base,
             delta_ptr + base, q_strides[1], k_strides[1], v_strides[1], do_strides[1], dq_strides[1], row,
-            tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale, cap,
+            None if slopes_ptr is None else tl.load(slopes + head) * LOG2E, DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
 
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
-    band, scale_log2,
+    band, scale_log2, cap, slopes,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, MASKED: tl.constexpr,
     GUARDED: tl.constexpr, STAGES: tl.constexpr,
@@ -213,7 +235,13 @@ def _walk_queries(
             lse_log2 = tl.load(lse_base + row_base + rows, mask=rows < len_q, other=float("inf"))
         else:
             lse_log2 = tl.load(lse_base + row_base + rows)
-        p = tl.exp2(s * scale_log2 - lse_log2[None, :])
+        if cap is not None or slopes is not None:
+            cols = col + tl.arange(0, BLOCK_N)
+            slope_log2 = None if slopes is None else tl.load(slopes + member) * LOG2E
+            x, gain = bend(s, rows[None, :], cols[:, None], shift, scale_log2, cap, slope_log2)
+            p = tl.exp2(x - lse_log2[None, :])
+        else:
+            p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         if MASKED:
             cols = col + tl.arange(0, BLOCK_N)
             seen = visible(rows[None, :], cols[:, None], len_k, shift, band) & (rows < len_q)[None, :]
@@ -235,6 +263,8 @@ def _walk_queries(
             else:
                 delta = tl.load(delta_base + row_base + rows)
             ds = score_gradient(p, dp, delta[None, :])
+            if cap is not None:
+                ds = ds * gain
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
         if WANT_DK:
@@ -250,11 +280,12 @@ def key_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
     dk_ptr, dv_ptr, lse_ptr, delta_ptr,  # dk as k, dv as v; of `row_kernel`, the LSE in base 2
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,  # (batch, row, head)
-    scale, band, batch, heads, tiles, len_q, len_k,
+    scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, or one of them: together they share the scores, apart each has the registers to itself."""
     total_q = len_q
@@ -281,14 +312,21 @@ def key_kernel(
         do_base = head_base(do_ptr, do_strides, b, begin_q, first_head)
         do_source = group_source(do_base, do_strides, len_q, GROUP, DIM_V, BLOCK_M, BLOCK_DV, DESCRIPTORS)
 
+    if slopes_ptr is None:
+        slopes = None
+    else:
+        slopes = first_head + slopes_base(
+            slopes_ptr, tl.program_id(0), cu_seqlens_k, batch, heads // GROUP, tiles, heads, BLOCK_N, PER_SEQUENCE
+        )
+
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, shift, band, BLOCK_M)
     EDGE_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M > 16 else BLOCK_M  # masked tiles need registers for the mask and pointers
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dk, dv, zero = _walk_queries(
         dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k,
-        shift, band, scale_log2, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False,
-        STAGES,
+        shift, band, scale_log2, cap, slopes, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False,
+        False, STAGES,
     )  # fmt: skip
     # Where everything lies once more, from a program id that depends on the loop: kept over the loop, it would spill.
     col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
@@ -299,10 +337,15 @@ def key_kernel(
     row_base = (b.to(tl.int64) * heads + first_head) * total_q + begin_q
     q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
     do_base = None if do_ptr is None else head_base(do_ptr, do_strides, b, begin_q, first_head)
+    if slopes_ptr is not None:
+        pid = tl.program_id(0) + zero
+        slopes = first_head + slopes_base(
+            slopes_ptr, pid, cu_seqlens_k, batch, heads // GROUP, tiles, heads, BLOCK_N, PER_SEQUENCE
+        )
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, len_k - len_q, band, BLOCK_M)
     dk, dv, _ = _walk_queries(
         dk, dv, k, v, q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides, ranges, col, total_q,
-        len_q, len_k, len_k - len_q, band, scale_log2, GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        len_q, len_k, len_k - len_q, band, scale_log2, cap, slopes, GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         WANT_DK, WANT_DV, True, False, 1,
     )  # fmt: skip
     bad = 0
@@ -329,6 +372,11 @@ def key_kernel(
         v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
         q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
         do_base = None if do_ptr is None else head_base(do_ptr, do_strides, b, begin_q, first_head)
+        if slopes_ptr is not None:
+            pid = tl.program_id(0) + (bad >> 8)
+            slopes = first_head + slopes_base(
+                slopes_ptr, pid, cu_seqlens_k, batch, heads // GROUP, tiles, heads, BLOCK_N, PER_SEQUENCE
+            )
         zero = len_q * 0
         for piece in range(col, tl.minimum(col + BLOCK_N, len_k), GUARD):
             dk_piece, dv_piece, _ = _walk_queries(
@@ -337,7 +385,7 @@ def key_kernel(
                 load_tile(v_base, piece, v_strides[1], len_k, DIM_V, GUARD, BLOCK_DV, True),
                 q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides,
                 (zero, zero, zero, len_q), piece, total_q, len_q, len_k, len_k - len_q, band, scale_log2,
-                GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
+                cap, slopes, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
             )  # fmt: skip
             if WANT_DK:
                 store_tile(dk_base, dk_piece * scale, piece, dk_strides[1], len_k, DIM, GUARD, BLOCK_D)

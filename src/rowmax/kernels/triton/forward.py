@@ -3,17 +3,20 @@
     m = rowmax(S),  l = rowsum(exp(S - m)),  O = exp(S - m) V / l,  LSE = m + log l
 
 m and l are kept for the running prefix of keys (online softmax), O is divided by l once at the end, and one number a row,
-the LSE, is all that the backward needs. Launched by `kernels/launch.py`.
+the LSE, is all that the backward needs. S may be bent first (`tile_ops.bend`: soft-cap, ALiBi), and a sink logit be added to l;
+what a problem has not is None here, and costs nothing. Launched by `kernels/launch.py`.
 Source: Dao, "FlashAttention-2" (2023), algorithm 1.
 """
 
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import head_base, load_tile, locate, source, store_tile
+from rowmax.kernels.address import head_base, load_tile, locate, slopes_base, source, store_tile
 from rowmax.kernels.tile_ops import (
     GUARD,
+    add_sink,
     any_of,
+    bend,
     finish,
     guarded_dot,
     key_ranges,
@@ -23,10 +26,13 @@ from rowmax.kernels.tile_ops import (
     visible,
 )
 
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _walk(
-    acc, m, l, q, k_source, v_source, k_stride, v_stride, ranges, row, len_k, shift, band, scale_log2,
+    acc, m, l, q, k_source, v_source, k_stride, v_stride, ranges, row, len_k, shift, band, scale_log2, cap,
+    slope_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +41,11 @@ def _walk(
         col = tile_start(turn, ranges, BLOCK_N, MASKED)
         k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if PRESCALE:
+        if cap is not None or slope_log2 is not None:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            s, _ = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2)
+        elif PRESCALE:
             s = s * scale_log2
         if MASKED:
             rows = row + tl.arange(0, BLOCK_M)
@@ -55,7 +65,7 @@ def _walk(
 @triton.jit
 def _store_guarded(
     q_base, k_base, v_base, o_base, lse_base, q_stride, k_stride, v_stride, o_stride, row, last, len_q, len_k, shift, band,
-    scale_log2,
+    scale_log2, cap, slope_log2, sink_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Rows `[row, last]` once more, with `guarded_dot` and scaled scores, in pieces too small to cost the kernel registers."""
@@ -67,8 +77,10 @@ def _store_guarded(
         acc = tl.zeros([GUARD, BLOCK_DV], tl.float32)
         acc, m, l = _walk(
             acc, m, l, q, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift, band, scale_log2,
-            DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1,
+            cap, slope_log2, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1,
         )  # fmt: skip
+        if sink_log2 is not None:
+            acc, m, l = add_sink(acc, m, l, sink_log2)
         o, lse = finish(acc, m, l, 1.0)
         store_tile(o_base, o, piece, o_stride, len_q, DIM_V, GUARD, BLOCK_DV)
         if lse_base is not None:
@@ -82,13 +94,15 @@ def forward_kernel(
     o_ptr,  # as q, with DIM_V
     lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
-    scale_log2, band, batch, heads, tiles, len_q, len_k,
+    scale_log2, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
-    """`PRESCALE`: scores are scaled before the maximum is taken, as a scale <= 0 requires; otherwise inside the exponential."""
+    """`PRESCALE`: scores are scaled before the maximum is taken, as a scale <= 0, a cap and a bias require; otherwise inside
+    the exponential. `PER_SEQUENCE`: slopes are [B, H]."""
     total_q = len_q
     total_k = len_k
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
@@ -105,6 +119,12 @@ def forward_kernel(
     k_source = source(k_base, k_strides[1], len_k, DIM, BLOCK_N, BLOCK_D, DESCRIPTORS)
     v_source = source(v_base, v_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV, DESCRIPTORS)
 
+    if slopes_ptr is None:
+        slope_log2 = None
+    else:
+        slopes = slopes_base(slopes_ptr, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
+        slope_log2 = tl.load(slopes + head) * LOG2E
+
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -112,16 +132,20 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, m, l = _walk(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, False, False, STAGES,
+        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, False, False, STAGES,
     )  # fmt: skip
     acc, m, l = _walk(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
+        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
     )  # fmt: skip
     bad = any_of(acc != acc)
     if not PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
         bad |= any_of((tl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf")))
-    o, lse = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
+    if sink_ptr is None:
+        o, lse = finish(acc, m, l, 1.0 if PRESCALE else scale_log2)
+    else:
+        acc, m, l = add_sink(acc, m if PRESCALE else m * scale_log2, l, tl.load(sink_ptr + head) * LOG2E)
+        o, lse = finish(acc, m, l, 1.0)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
         tl.program_id(0) + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
@@ -137,9 +161,13 @@ def forward_kernel(
         tl.store(lse_base + rows, lse, mask=rows < len_q)
     if bad > 0:  # perhaps a NaN or infinity of V that not every row sees
         tl.debug_barrier()
+        if slopes_ptr is not None:
+            pid = tl.program_id(0) + (bad >> 8)
+            slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
         _store_guarded(
             head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
             head_base(v_ptr, v_strides, b, begin_k, head // GROUP), o_base, lse_base, q_strides[1], k_strides[1], v_strides[1],
             o_strides[1], row, tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale_log2,
-            DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
+            None if sink_ptr is None else tl.load(sink_ptr + head) * LOG2E, DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
