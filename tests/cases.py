@@ -203,7 +203,9 @@ def may_refuse(case: Case, backend: str) -> bool:
         return True
     if backend == "dense" and (case.problem.packed or case.family == "large"):
         return True
-    return backend in ("q_outer", "kv_outer", "dense") and case.problem.dtype_name == "fp64"
+    if backend == "split_kv" and (case.problem.packed or not case.problem.plain):  # packed keys: in pages (`paged_cases.py`)
+        return True
+    return backend in ("q_outer", "kv_outer", "dense", "split_kv") and case.problem.dtype_name == "fp64"
 
 
 def _odd_dims(problem: Problem) -> bool:

@@ -19,7 +19,7 @@ from rowmax.kernels import generations, launch
 from rowmax.plan.generations import BY_NAME
 from rowmax.problem import Operands
 
-INSTRUCTIONS = ("HGMMA", "HMMA", "STL", "LDL", "UTMALDG", "MUFU")
+INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "LDGDEPBAR", "STL", "LDL", "UTMALDG", "MUFU")
 
 
 def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_outer"):

@@ -11,7 +11,7 @@ Not one number here was timed: chosen by count of programs and by what compiles 
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Optional
 
@@ -61,9 +61,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     paged = isinstance(problem, PagedProblem)
     if problem.packed and not paged:
         return "takes packed keys in pages only"
-    for field in fields(problem):
-        if field.name in ("softcap", "alibi", "sink") and getattr(problem, field.name) != field.default:
-            return f"takes no {field.name}"
+    if not problem.plain:
+        return "computes plain scores only: no soft-cap, ALiBi or sink logits"
     if problem.dim_qk > MOST_DIM or problem.dim_v > MOST_DIM_V:
         return f"takes dims up to {MOST_DIM} of q and k and {MOST_DIM_V} of v, not {problem.dim_qk} and {problem.dim_v}"
     if problem.len_q * problem.heads_q >= 2**31 or problem.len_q + problem.len_k >= 2**29:

@@ -1,0 +1,50 @@
+"""Compile the decode and the combine kernel as the launcher would launch them, for any GPU, without one.
+
+    python compile_decode.py "H200: b1 h32/8 q1 k8192 d128 bf16 causal paged16" ...
+
+prints what each binary needs as JSON lines. In a process of its own, because Triton decides at import whether it interprets.
+"""
+
+import json
+import sys
+
+import torch
+from compile_only import facts
+
+from rowmax import Device, PagedProblem, Problem, plan
+from rowmax.kernels import decode_launch
+from rowmax.paged import PagedOperands
+
+
+def calls(problem: Problem, device: Device):
+    """Both kernels with the plan's tile; the second may begin early where the chip can do that."""
+    lead = () if problem.packed else (problem.batch,)
+    q = torch.empty(*lead, problem.len_q, problem.heads_q, problem.dim_qk, dtype=problem.dtype)
+    out = torch.empty(problem.outputs()[0], dtype=problem.dtype)
+    table = lengths = cu = None
+    rows = (problem.batch, problem.len_k)
+    if isinstance(problem, PagedProblem):
+        rows = (4, problem.page_size)
+        table = torch.zeros(problem.batch, problem.len_k // problem.page_size, dtype=torch.int32)
+        lengths = torch.zeros(problem.batch, dtype=torch.int32)
+        cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
+    k = torch.empty(*rows, problem.heads_k, problem.dim_qk, dtype=problem.dtype)
+    latent = problem.dim_qk > 256
+    v = k[..., : problem.dim_v] if latent else torch.empty(*rows, problem.heads_k, problem.dim_v, dtype=problem.dtype)
+    tile = plan(problem, device, prefer="split_kv").tiles[0]
+    elements = decode_launch.part_elements(problem, tile)
+    parts = torch.empty(elements) if elements else None
+    operands = PagedOperands(q, k, v, table, lengths, cu)
+    return decode_launch.calls(problem, operands, tile, out, None, parts, early=device.capability >= (9, 0))
+
+
+def main(builds: list[str]) -> None:
+    for build in builds:
+        name, text = build.split(": ")
+        device = Device.named(name)
+        for call in calls((PagedProblem if "paged" in text else Problem).parse(text), device):
+            print(json.dumps({"build": build, **facts(call.kernel.fn.__name__, call, device)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

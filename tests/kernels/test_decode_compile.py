@@ -1,0 +1,59 @@
+"""The decode and combine kernels compiled for every GPU generation, without one: no spills, within the chip, keys in flight."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rowmax import Device
+
+pytest.importorskip("triton")
+if not (Path(__import__("triton").__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump").is_file():
+    pytest.skip("this Triton comes without cuobjdump", allow_module_level=True)
+
+TOOL = Path(__file__).with_name("compile_decode.py")
+ONE, MANY = "b16 h32/8 q1 k8192", "b16 h32/8 q2048 k8192"
+BUILDS = [f"H200: {ONE} d{dim} bf16 causal paged16" for dim in (64, 128, 256)]
+BUILDS += [f"{gpu}: {ONE} d128 bf16 causal paged16" for gpu in ("A100", "B200")]
+BUILDS += [f"{gpu}: {MANY} d128 bf16 causal packed paged16" for gpu in ("A100", "L4", "H200", "B200")]
+BUILDS += [
+    f"H200: {text}"
+    for text in (
+        "b1 h32/8 q1 k8192 d128 bf16",
+        "b1 h32/8 q4 k8192 d128 bf16 causal",
+        f"{ONE} d128 fp16 window(300,5) paged64",
+        f"{MANY} d128 bf16 window(300,5) packed paged64",
+        f"{MANY} d64 bf16 causal packed paged1",
+        f"{MANY} d256 bf16 causal packed paged16",
+        "b16 h128/1 q1 k8192 d576/512 bf16 causal paged64",
+        "b16 h128/1 q4 k8192 d576/512 bf16 causal paged16",
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def binaries(tmp_path_factory):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    command = [sys.executable, str(TOOL), *BUILDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_no_spills_and_keys_in_flight(build, binaries):
+    gpu = Device.named(build.split(":")[0])
+    found = [binary for binary in binaries if binary["build"] == build]
+    assert found[0]["kernel"] == "decode_kernel"
+    for kernel in found:
+        assert kernel["stack"] == 0, f"registers spill: {kernel}"
+        assert kernel["shared"] <= gpu.shared_bytes, f"more shared memory than a block may take: {kernel}"
+        assert gpu.capability[0] != 9 or not kernel["uninitialised"], f"ptxas reads registers that were never written: {kernel}"
+    decode = found[0]
+    assert decode["HMMA"] + decode["HGMMA"] + decode["UTCHMMA"] > 0, f"no tensor core instruction: {decode}"
+    # Groups of asynchronous copies: those of a turn, and before the loop those of the turns that it is ahead.
+    assert decode["LDGDEPBAR"] >= 4, f"the loop loads what it needs at once: {decode}"

@@ -1,0 +1,42 @@
+"""Dense calls by the split-KV kernels, interpreted: cases of the one suite, forward, with parts of which some are empty."""
+
+import pytest
+import torch
+
+import cases
+import rowmax
+from rowmax import testing
+
+pytest.importorskip("triton")
+if "q_outer" not in cases.backends("cpu"):
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+PLAN = "split_kv[32x32 w4 s2 x3]"
+FAMILIES = ("heads", "layouts", "non-finite", "empty", "extreme")
+
+
+def chosen() -> list[cases.Case]:
+    few = [case for case in cases.CASES if case.family in FAMILIES and not cases.may_refuse(case, "split_kv")]
+    few = [case for case in few if not case.large]
+    sizes = [case.problem.batch * case.problem.heads_q * case.problem.len_q * case.problem.len_k for case in few]
+    small = [case for case, size in zip(few, sizes, strict=True) if size <= 2**14]
+    return [case for case in small if case.family != "extreme"] + [case for case in small if case.family == "extreme"][::3]
+
+
+@pytest.mark.parametrize("case", chosen(), ids=lambda case: case.id)
+def test_case(case):
+    report = testing.check(case.problem, case.kind, layout=case.layout, plan=PLAN, backward=False)
+    assert report.ok, str(report)
+
+
+def test_gradients_are_those_of_the_portable_kernels():
+    problem = rowmax.Problem.parse("b1 h4/2 q3 k40 d16 fp32 causal")
+    assert testing.check(problem, plan="split_kv[16x16 w4 s2 x2]").ok
+
+
+def test_a_prepared_call_gives_the_same():
+    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 40, 2, 16)
+    plan = "split_kv[16x16 w4 s2 x2]"
+    out, lse = rowmax.prepare(q, k, k, causal=True, return_lse=True, plan=plan)()
+    for one, other in zip((out, lse), rowmax.attention(q, k, k, causal=True, return_lse=True, plan=plan), strict=True):
+        assert torch.equal(one, other)
