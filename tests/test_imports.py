@@ -38,7 +38,8 @@ ALLOWED = {
     "integrations": {"integrations", *PUBLIC},
     "cli": {"cli", "analysis", "testing", *PUBLIC},
     "__main__": {"cli"},
-    "__init__": {*PUBLIC, "paged", "serving"},
+    "explain": {"plan", "problem", "device", "errors"},
+    "__init__": {*PUBLIC, "paged", "serving", "explain"},
 }
 EXTRA = {"analysis/measure.py": {"testing"}, "cli/tune.py": {"ops"}}
 ONLY_STANDARD_LIBRARY = {"mask", "numerics", "errors"}

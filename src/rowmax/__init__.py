@@ -4,6 +4,7 @@ from rowmax import reference
 from rowmax.api import attention, attention_varlen, merge, prepare
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
+from rowmax.explain import explain
 from rowmax.mask import Band
 from rowmax.paged import PagedProblem
 from rowmax.plan import Plan, plan
@@ -22,6 +23,7 @@ __all__ = [
     "attention",
     "attention_paged",
     "attention_varlen",
+    "explain",
     "merge",
     "plan",
     "prepare",

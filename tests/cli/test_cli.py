@@ -13,7 +13,8 @@ from rowmax.mask import Band, visible_pairs
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from rowmax.cli import check, explain
+from rowmax.analysis import cost
+from rowmax.cli import check
 from rowmax.cli.app import app
 
 PROBLEM = "b2 h32/8 q4096 k4096 d128 bf16 causal"
@@ -100,6 +101,79 @@ def test_explain_json():
     assert backward["fewest_bytes"] == 2 * (q + out + 2 * (q // 4)) + 2 * 4096 * 32 * 4
 
 
+KEYS = {"problem", "device", "plan", "terms", "verdict", "predicted_ms", "measured_ms", "advice"}
+
+
+def test_explain_json_keys():
+    """Those that others may rely on, in every case: `docs/explain.md` names all of them."""
+    from pathlib import Path
+
+    documented = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    for gpu in ("H200", "A100", "V100", "cpu"):
+        found = json.loads(
+            invoke("explain", PROBLEM, "--gpu", gpu, "--json", "--against", "kv_outer,dense[64x64 w4 s1]").stdout
+        )
+        assert set(found) >= KEYS
+        assert all(f"`{key}`" in documented for key in found), [key for key in found if f"`{key}`" not in documented]
+        assert set(found["against"]) == (set() if found["predicted_ms"] is None else {"kv_outer", "dense[64x64 w4 s1]"})
+        for entry in [*found["against"].values(), *found["advice"], *found["what_if"], *found["launches"]]:
+            assert all(f"`{key}`" in documented for key in entry)
+        assert (found["predicted_ms"] is None) == bool(found["no_model"]) == (gpu in ("V100", "cpu"))
+
+
+def test_explain_says_what_holds_a_decode_back():
+    printed = invoke("explain", "b1 h32/8 q1 k131072 d128 bf16", "--gpu", "H200", "--against", "q_outer,kv_outer").stdout
+    assert "held back by HBM" in printed
+    assert "one query over 131,072 keys makes 8 blocks for 132 SMs: keys split" in printed
+    assert "against q_outer[" in printed
+    assert "held back by parallelism" in printed
+
+
+def test_explain_measures_here():
+    found = json.loads(invoke("explain", "b1 h2 q64 k64 d16 fp32", "--json", "--measure").stdout)
+    assert found["measured_ms"] > 0
+    wrong = invoke("explain", PROBLEM, "--gpu", "L4", "--measure")
+    assert wrong.exit_code == 2
+    assert "leave --gpu out" in wrong.stderr
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_explain_of_a_model(phase):
+    found = json.loads(invoke("explain", "--model", "meta-llama-3-8b", "--phase", phase, "--gpu", "H200", "--json").stdout)
+    assert (
+        found["problem"]
+        == {"prefill": "b1 h32/8 q8192 k8192 d128 bf16 causal", "decode": "b8 h32/8 q1 k8192 d128 bf16 causal"}[phase]
+    )
+    assert found["verdict"] == {"prefill": "tensor", "decode": "HBM"}[phase]
+
+
+def test_every_model_has_both_phases():
+    from rowmax.analysis.models import MODELS, PHASES, problem
+    from rowmax.analysis.predict import predict
+
+    assert len(MODELS) >= 12
+    for name in MODELS:
+        for phase in PHASES:
+            assert predict(problem(name, phase), rowmax.Device.named("H200")).seconds > 0
+    assert invoke("explain", "--model", "gpt-9").exit_code == 2
+    assert invoke("explain").exit_code == 2
+
+
+def test_explain_in_python_is_that_of_the_shell():
+    import torch
+
+    q = torch.empty(2, 4096, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
+    found = rowmax.explain(q, k, k, causal=True, gpu="H200", against=["q_outer"])
+    assert found == json.loads(invoke("explain", PROBLEM, "--gpu", "H200", "--json", "--against", "q_outer").stdout)
+    with pytest.raises(rowmax.ProblemError, match="no device 'Z1'"):
+        rowmax.explain(q, k, k, gpu="Z1")
+    cu = torch.tensor([0, 90, 100], dtype=torch.int32)
+    packed = torch.zeros(100, 4, 64, dtype=torch.float16)
+    uneven = rowmax.explain(packed, packed, packed, cu, cu, causal=True, gpu="A100")
+    assert uneven["launches"][0]["turns"] == 4 * (2 + 1)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -117,10 +191,10 @@ def test_work_is_that_of_a_count(text):
     seen = visible(problem.len_q, problem.len_k, *problem.band)
     pairs = problem.batch * problem.heads_q * int(seen.sum())
     dims = problem.dim_qk + problem.dim_v
-    assert explain.flops_of(problem, "forward") == 2 * pairs * dims
+    assert cost.flops_of(problem, "forward") == 2 * pairs * dims
     element = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}[problem.dtype_name]
     keys, rows = problem.heads_k * int(seen.any(0).sum()), problem.heads_q * problem.len_q
-    assert explain.bytes_of(problem, "forward") == problem.batch * element * dims * (keys + rows)
+    assert cost.bytes_of(problem, "forward") == problem.batch * element * dims * (keys + rows)
 
 
 def test_explain_packed_says_what_it_assumes():

@@ -36,7 +36,7 @@ def bytes_of(problem: Problem, direction: str) -> int:
     """Bytes that any algorithm must move: tensors once; of keys and values, those that some query sees."""
     element = torch.finfo(problem.dtype).bits // 8
     rows = problem.heads_q * sum(len_q for len_q, _ in sequences(problem))
-    keys = problem.heads_k * sum(_keys_seen(len_q, len_k, problem.band) for len_q, len_k in sequences(problem))
+    keys = problem.heads_k * sum(keys_seen(len_q, len_k, problem.band) for len_q, len_k in sequences(problem))
     q, out = rows * problem.dim_qk * element, rows * problem.dim_v * element
     k, v = keys * problem.dim_qk * element, keys * problem.dim_v * element
     if direction == "forward":
@@ -45,7 +45,8 @@ def bytes_of(problem: Problem, direction: str) -> int:
     return (q + k + v) * 2 + out * 2 + lse  # read q k v, write dq dk dv; read out, dout, lse
 
 
-def _keys_seen(len_q: int, len_k: int, band) -> int:
+def keys_seen(len_q: int, len_k: int, band) -> int:
+    """Keys of a sequence that some query sees."""
     if len_q == 0:
         return 0
     shift = len_k - len_q

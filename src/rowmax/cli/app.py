@@ -26,6 +26,11 @@ class Pass(str, Enum):
     backward = "backward"
 
 
+class Phase(str, Enum):
+    prefill = "prefill"
+    decode = "decode"
+
+
 DeviceOption = Annotated[Optional[DeviceKind], typer.Option(help="Default: the GPU if there is one.")]
 
 
@@ -44,15 +49,32 @@ def demo(
 
 @app.command()
 def explain(
-    problem: Annotated[str, typer.Argument(help="For example 'b2 h32/8 q4096 k4096 d128 bf16 causal'.")],
-    gpu: Annotated[Optional[str], typer.Option(help="Plan for another device: H200, A100, cpu, ...")] = None,
+    problem: Annotated[str, typer.Argument(help="For example 'b2 h32/8 q4096 k4096 d128 bf16 causal'; or --model.")] = "",
+    gpu: Annotated[Optional[str], typer.Option(help="Another device: V100, A100, H200, L4, 4090, B200, cpu, ...")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    plan: Annotated[str, typer.Option(help="An algorithm, or a whole plan, instead of the one that would run.")] = "",
+    against: Annotated[str, typer.Option(help="Other plans to compare, with commas between: kv_outer,dense,q_outer.")] = "",
+    measure: Annotated[bool, typer.Option("--measure", help="Run it on this machine as well.")] = False,
+    model: Annotated[Optional[str], typer.Option(help="The attention of a public model: meta-llama-3-8b, ...")] = None,
+    phase: Annotated[Phase, typer.Option(help="With --model.")] = Phase.prefill,
+    tokens: Annotated[int, typer.Option(min=1, help="With --model: of the prompt, or in the cache.")] = 8192,
+    batch: Annotated[Optional[int], typer.Option(min=1, help="With --model. Default: 1 for prefill, 8 for decode.")] = None,
 ) -> None:
-    """What would run for a problem, why, and how much work it is. Runs nothing; needs no GPU and no Triton."""
+    """What would run for a problem and why, how long it takes, what holds it back and what would help.
+
+    Runs nothing unless asked to measure; needs no GPU and no Triton.
+    """
     from rowmax.cli import explain
 
     with _errors_as_messages():
-        explain.run(problem, gpu, json)
+        if bool(problem) == (model is not None):
+            _fail("explain: give either a problem, 'b2 h32/8 q4096 d128 bf16 causal', or --model NAME.")
+        if model is not None:
+            from rowmax.analysis import models
+
+            problem = str(models.problem(model, phase.value, tokens=tokens, batch=batch))
+        names = tuple(_plans(against))
+        explain.run(problem, gpu, json, plan=plan, against=names, measure=measure)
 
 
 @app.command()
@@ -76,6 +98,13 @@ def tune(
 
     with _errors_as_messages():
         raise typer.Exit(tune.run(problems, direction.value, out, seconds))
+
+
+def _plans(text: str) -> list[str]:
+    """Plans with commas between them; a plan may have commas between its brackets."""
+    import re
+
+    return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
 
 
 def _device(device: Optional[DeviceKind]) -> str:

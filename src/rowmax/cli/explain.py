@@ -1,4 +1,6 @@
-"""`rowmax explain`: the plan of each direction, what was refused and why, and the least work the problem can be."""
+"""`rowmax explain`: the plan of each direction, what was refused and why, how long the forward takes, what holds it back, and
+what would help. Runs nothing unless it is asked to measure. `docs/explain.md` documents the keys of `--json`.
+"""
 
 import json
 from typing import Optional
@@ -6,76 +8,62 @@ from typing import Optional
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from rowmax import Device, Plan, Problem, Unsupported, plan
-from rowmax.analysis.cost import bytes_of, flops_of, pairs_of
+from rowmax import Device, Problem
+from rowmax.analysis.report import explain
 from rowmax.errors import ProblemError
 
-DIRECTIONS = ("forward", "backward")
 
-
-def run(text: str, gpu: Optional[str], as_json: bool) -> None:
+def run(
+    text: str,
+    gpu: Optional[str],
+    as_json: bool,
+    *,
+    plan: str = "",
+    against: tuple[str, ...] = (),
+    measure: bool = False,
+) -> None:
     """Print the facts about the problem spelled by `text`."""
-    facts = explain(Problem.parse(text), _find_device(gpu))
+    problem, device = Problem.parse(text), find_device(gpu)
+    facts = explain(problem, device, plan=plan, against=against)
+    if measure:
+        facts["measured_ms"] = measured_ms(problem, device, facts["plan"])
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         _show(facts, Console(highlight=False, soft_wrap=True))
 
 
-def _find_device(name: Optional[str]) -> Device:
+def measured_ms(problem: Problem, device: Device, plan: Optional[str]) -> float:
+    """The median of one call on this machine; its last result is checked.
+
+    Raises:
+        ProblemError: the plan is for another device than the one here, or its result is wrong.
+    """
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    here = Device.of(torch.device(kind))
+    if (here.kind, here.capability, here.sms if kind == "cuda" else 0) != (
+        *(device.kind, device.capability, device.sms if device.kind == "cuda" else 0),
+    ):
+        raise ProblemError(f"--measure: here is {here.name}, not {device.name}; leave --gpu out to measure on this machine.")
+    if plan is None:
+        raise ProblemError(f"--measure: nothing here runs '{problem}'.")
+    from rowmax.analysis import measure as measuring
+
+    timed = measuring.time_plans(str(problem), "forward", [plan], seed=0, device=kind, seconds=1.0)[plan]
+    if timed.error:
+        raise ProblemError(f"--measure: {plan}: {timed.error}")
+    return timed.ms
+
+
+def find_device(name: Optional[str]) -> Device:
     if name is None:
         return Device.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         return Device.named(name)
     except KeyError as error:
         raise ProblemError(f"--gpu: {error.args[0]}") from None
-
-
-def explain(problem: Problem, device: Device) -> dict:
-    """Everything `rowmax explain` says, as plain values; the schema of `--json`."""
-    left, right = problem.band
-    return {
-        "problem": str(problem),
-        "fields": {
-            "batch": problem.batch,
-            "heads_q": problem.heads_q,
-            "heads_k": problem.heads_k,
-            "len_q": problem.len_q,
-            "len_k": problem.len_k,
-            "dim_qk": problem.dim_qk,
-            "dim_v": problem.dim_v,
-            "dtype": problem.dtype_name,
-            "left": left,
-            "right": right,
-            "scale": problem.scale,
-            "packed": problem.packed,
-        },
-        "device": {"name": device.name, "kind": device.kind, "capability": list(device.capability)},
-        "visible_pairs": pairs_of(problem),
-        "assumes": "sequences of equal length" if problem.packed else None,
-        "directions": {direction: _explain(problem, device, direction) for direction in DIRECTIONS},
-    }
-
-
-def _explain(problem: Problem, device: Device, direction) -> dict:
-    chosen: Optional[Plan] = None
-    try:
-        chosen = plan(problem, device, direction=direction)
-        refusals = dict(chosen.refusals)
-    except Unsupported as error:
-        refusals = error.refusals
-    flops, size = flops_of(problem, direction), bytes_of(problem, direction)
-    return {
-        "plan": str(chosen) if chosen else None,
-        "algorithm": chosen.algorithm if chosen else None,
-        "tiles": [str(tile) for tile in chosen.tiles] if chosen else [],
-        "reason": chosen.reason if chosen else None,
-        "refusals": refusals,
-        "flops": flops,
-        "fewest_bytes": size,
-        "flops_per_byte": flops / size if size else None,
-    }
 
 
 def _show(facts: dict, console: Console) -> None:
@@ -93,6 +81,67 @@ def _show(facts: dict, console: Console) -> None:
         intensity = f", {found['flops_per_byte']:,.0f} FLOPs a byte" if found["fewest_bytes"] else ""
         work = f"{_si(found['flops'])}FLOP, at least {_si(found['fewest_bytes'])}B moved{intensity}"
         console.print(f"  {work}")
+        if direction == "forward":
+            _show_prediction(facts, console)
+
+
+GAPS = {
+    "HBM": "memory: HBM and the L2 cache",
+    "parallelism": "blocks: idle or half-filled multiprocessors",
+    "non-matmul": "softmax, scaling and waiting between products",
+    "tensor": "tensor cores",
+    "launch": "launches, and the begin and end of tiles",
+}
+
+
+def _show_prediction(facts: dict, console: Console) -> None:
+    if facts["predicted_ms"] is None:
+        console.print(f"  no prediction: {escape(facts['no_model'] or 'nothing runs it')}")
+        if facts["measured_ms"] is not None:
+            console.print(f"  measured {_ms(facts['measured_ms'])}")
+        return
+    flops = facts["directions"]["forward"]["flops"]
+    rate = f", {flops / facts['predicted_ms'] / 1e9:,.0f} TFLOP/s" if facts["predicted_ms"] else ""
+    console.print(f"  predicted [bold]{_ms(facts['predicted_ms'])}[/]{rate}; held back by [bold]{facts['verdict']}[/]")
+    if facts["measured_ms"] is not None:
+        off = facts["predicted_ms"] / facts["measured_ms"] - 1
+        console.print(f"  measured {_ms(facts['measured_ms'])}: the prediction is {off:+.0%} off")
+    for launch in facts["launches"]:
+        if launch["turns"]:
+            size = f", {launch['shared_bytes'] / 1024:.0f} KB shared, about {launch['registers']} registers" * bool(
+                launch["threads"]
+            )
+            where = f"{launch['blocks']:,} tasks of {launch['turns'] / max(launch['blocks'], 1):,.4g} turns"
+            console.print(f"  {launch['kernel']}: {where}, {launch['blocks_at_once']} blocks an SM{size}")
+    shares = f"{facts['waves']:.2f} waves, multiprocessors busy {facts['busy']:.0%}"
+    console.print(f"  {shares}; {_si(sum(one['hbm_bytes'] for one in facts['launches']))}B from HBM")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("  what it waits for", "would save", "of the time"):
+        table.add_column(title, no_wrap=True)
+    for name, gap in sorted(facts["gaps"].items(), key=lambda pair: -pair[1]):
+        table.add_row(f"  {name}: {GAPS[name]}", _ms(gap), f"{gap / facts['predicted_ms']:.0%}")
+    console.print(table)
+    for one in facts["advice"]:
+        head = "in the plan" if one["taken"] else "try"
+        console.print(
+            f"  {head}: {escape(one['what'])}: {one['gain']:.1f}x, {_ms(one['predicted_ms'])} ({escape(one['plan'])})"
+        )
+    for name, other in facts["against"].items():
+        if "refused" in other:
+            console.print(f"  against {name}: {escape(other['refused'])}")
+            continue
+        moved = _si(sum(one["hbm_bytes"] for one in other["launches"]))
+        speed = f"{_ms(other['predicted_ms'])}, {other['gain']:.2f} times this"
+        console.print(f"  against {escape(other['plan'])}: {speed}, {moved}B from HBM, held back by {other['verdict']}")
+    for one in facts["what_if"]:
+        gain = "" if one["gain"] is None else f", {one['gain']:.2f}x the pairs a second"
+        console.print(f"  with {escape(one['what'])}: {_ms(one['predicted_ms'])}, {one['times']:.2f}x the time{gain}")
+    basis = "constants fitted to an H200" if facts["rates"] == "measured" else "an H200's constants on this chip's data sheet"
+    console.print(f"  [dim]a model: {basis}; `--measure` checks it here[/]")
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms >= 1 else f"{ms * 1e3:.3g} us"
 
 
 def _in_words(fields: dict) -> str:

@@ -1,0 +1,58 @@
+"""How many blocks a multiprocessor holds at once, and when the last of them is done.
+
+    blocks at once = min over threads, registers, shared memory of (what the multiprocessor has) // (what a block takes)
+    makespan       = time until a list of blocks, begun in order as slots become free, has ended
+
+Called by `predict.py`. Limits are those of the CUDA programming guide (`device.Rates`).
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rowmax.device import REGISTERS, Rates
+
+MOST_TASKS = 20_000  # scheduled one by one; of more, the end is a matter of averages
+
+
+class Block(NamedTuple):
+    """What a block takes: threads, registers of a thread, bytes of shared memory."""
+
+    threads: int
+    registers: int
+    shared_bytes: int
+
+
+def blocks_at_once(block: Block, rates: Rates) -> int:
+    """Of one multiprocessor; 0 if it cannot hold even one."""
+    by_registers = REGISTERS // (-(-block.registers // 8) * 8 * block.threads)
+    by_shared = rates.shared_bytes // (block.shared_bytes + 1024)  # the driver keeps 1 KB of each
+    return min(rates.blocks, rates.threads // block.threads, by_registers, by_shared)
+
+
+def makespan(tasks: Sequence[tuple[int, float]], slots: int, *, in_turn: bool = False) -> float:
+    """When the last task ends.
+
+    Args:
+        tasks: (how many, how long) in the order in which they begin.
+        slots: tasks that run at once.
+        in_turn: slot i takes tasks i, i + slots, ... whatever they take; otherwise the next free slot takes the next task.
+    """
+    number = sum(count for count, _ in tasks)
+    if number == 0:
+        return 0.0
+    if number > MOST_TASKS:
+        last = tasks[-1][1]
+        return sum(count * cost for count, cost in tasks) / slots + last / 2
+    costs = [cost for count, cost in tasks for _ in range(count)]
+    if in_turn:
+        return max(sum(costs[i::slots]) for i in range(min(slots, number)))
+    free = [0.0] * min(slots, number)
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def balanced(tasks: Sequence[tuple[int, float]], slots: int) -> float:
+    """The makespan if tasks could be divided at will."""
+    return sum(count * cost for count, cost in tasks) / slots

@@ -1,0 +1,211 @@
+"""How long a plan takes on a device, and what holds it back, from counts alone: no GPU, no Triton, nothing is run.
+
+A multiprocessor's tensor cores, exponential units and fp32 lanes each do a part of every turn of a kernel's loop. With c_x the
+cycles of a part, k blocks at once and w the wait that no block of the same multiprocessor hides:
+
+    pipes  = sqrt(c_tensor^2 + c_other^2)                  what the units take where other blocks or warps fill their gaps
+    alone  = c_tensor + c_other + c_rescale + w            one block by itself, one thing after another
+    turn   = (pipes^4 + (alone / k)^4)^(1/4)               the larger of the two, rounded where they are alike
+
+A task is its turns and an edge; tasks are scheduled on the multiprocessors (`occupancy.makespan`); memory time (bytes from HBM
+and out of the L2 cache over their rates) joins with an exponent of its own; launches add up. The forms follow from the
+hardware, the constants from measurements: see `Constants`.
+
+The verdict is found by asking again with one cost taken away: the largest of the gaps names what holds the call back.
+"""
+
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import NamedTuple, Optional
+
+from rowmax.analysis.launches import Launch, Lengths, launches
+from rowmax.analysis.occupancy import balanced, makespan
+from rowmax.device import EXPONENTIALS, Device, Rates
+from rowmax.plan import Plan
+from rowmax.plan import plan as choose
+from rowmax.problem import Problem
+
+VERDICTS = ("HBM", "parallelism", "non-matmul", "tensor", "launch")
+JOIN = 4.0  # exponent with which two limits join
+
+
+class Constants(NamedTuple):
+    """Cycles unless said otherwise. Fitted by least errors to one half of the H200 forward rows in `benchmarks/results/` (those
+    whose spelling has an even checksum; `q_outer` and `hopper`); tests/analysis/test_predict.py says how the other half fits.
+
+    `latency` and `l2_bytes`, and what `split_kv`, `kv_outer` and `dense` need besides, are guesses: no row decides them yet.
+    """
+
+    clock: float = 0.985  # of the boost clock, that a short kernel runs at
+    throttle: float = 0.13  # the clock falls by this where the tensor cores are busy for long: the card's power limit
+    throttle_s: float = 0.52e-3  # seconds: a kernel of this length has half of it
+    other_share: float = 0.63  # fp32 operations of a softmax that do not hide behind its exponentials
+    mask_ops: float = 4.0  # operations of a masked score, besides
+    sync: float = 350.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
+    hopper: float = 1.03  # turns of the Hopper kernel, of the units' own time
+    edge: float = 3100.0  # before and behind the loop of a block
+    hopper_edge: float = 1500.0  # between two row tiles
+    begin: float = 2400.0  # of a persistent block
+    latency: float = 800.0  # of a load that a turn waits for
+    l2_bytes: float = 64.0  # bytes out of the cache, a cycle and a multiprocessor
+    memory_join: float = 1.8  # exponent with which memory and compute join: one hides behind the other, but not all of it
+    launch_s: float = 6.0e-6  # seconds between events around an empty kernel
+    next_s: float = 1.7e-6  # seconds for one more behind it
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Attributes:
+    plan: what was predicted.
+    seconds: the whole call on the GPU, between two events.
+    terms: seconds that each part would take alone, at its own limit: hbm, l2, tensor, non_matmul, launch.
+    gaps: verdict -> seconds that the call would be shorter without that cost.
+    verdict: the largest of the gaps.
+    launches: the kernels and their counts.
+    waves: blocks over the blocks that all multiprocessors hold at once, of the kernel with the most work.
+    busy: share of the multiprocessors' time in which they have a block.
+    """
+
+    plan: Plan
+    seconds: float
+    terms: dict[str, float]
+    gaps: dict[str, float]
+    verdict: str
+    launches: list[Launch]
+    waves: float
+    busy: float
+    source: str = field(default="")
+
+
+def predict(
+    problem: Problem,
+    device: Device,
+    plan: "Plan | str | None" = None,
+    *,
+    lengths: Optional[Lengths] = None,
+    constants: Constants = Constants(),  # noqa: B008  a NamedTuple
+    rates: Optional[Rates] = None,
+) -> Prediction:
+    """The forward of `problem` on `device`.
+
+    Args:
+        plan: a plan, its spelling, or None for the one that would run.
+        lengths: (queries, keys) of each sequence of a packed problem; default: equal ones.
+        rates: of the device; default those of the table.
+
+    Raises:
+        Unsupported: the plan cannot run the problem there.
+        KeyError: there is no model of the device or the algorithm.
+    """
+    chosen = plan if isinstance(plan, Plan) and plan.tiles else choose(problem, device, prefer=str(plan or ""))
+    rates = rates or Rates.of(device)
+    kernels = launches(problem, device, rates, chosen, lengths)
+    model = _Model(device, rates, constants)
+    seconds = model.seconds(kernels)
+    gaps = {verdict: max(seconds - model.seconds(kernels, verdict), 0.0) for verdict in VERDICTS}
+    main = max(kernels, key=lambda launch: model.kernel_seconds(launch, inf))
+    held = main.at_once * device.sms
+    cycles, even = model.cycles(main), model.cycles(main, "parallelism")
+    return Prediction(
+        chosen,
+        seconds,
+        model.terms(kernels),
+        gaps,
+        max(gaps, key=lambda verdict: gaps[verdict]) if seconds else "launch",
+        kernels,
+        main.blocks / held,
+        min(even / cycles, 1.0) if cycles else 1.0,
+        rates.source,
+    )
+
+
+class _Model:
+    def __init__(self, device: Device, rates: Rates, constants: Constants):
+        self._sms, self._rates, self._c = device.sms, rates, constants
+
+    def seconds(self, kernels: list[Launch], without: str = "") -> float:
+        total = 0.0
+        for number, launch in enumerate(kernels):
+            total += self.kernel_seconds(launch, self._clock(launch, without), without)
+            if without != "launch":
+                total += self._c.next_s if number else self._c.launch_s
+        return total
+
+    def kernel_seconds(self, launch: Launch, clock: float, without: str = "") -> float:
+        clock = clock if clock < inf else self._clock(launch, "")
+        compute, memory = self.cycles(launch, without) / clock, 0.0 if without == "HBM" else sum(self._memory(launch, clock))
+        return _join(compute, memory, self._c.memory_join)
+
+    def cycles(self, launch: Launch, without: str = "") -> float:
+        """Of the multiprocessor that is done last, as though memory had no limit."""
+        c, number = self._c, launch.blocks
+        if not number:
+            return 0.0
+        even = without == "parallelism"
+        at_once = launch.at_once if even else min(launch.at_once, max(ceil(number / self._sms), 1))
+        turn, masked = self._turn(launch, at_once, without)
+        if launch.persistent:
+            edge, begin = (0.0 if without == "launch" else c.hopper_edge), c.begin
+        else:
+            edge, begin = (0.0 if without == "launch" else c.edge / (1.0 if at_once == 1 else 1.5)), 0.0
+        # A block of k at once takes k times as long as it would have the multiprocessor for itself.
+        tasks = [(count, (turns * turn + hidden * masked) * at_once + edge) for count, turns, hidden in launch.tasks]
+        slots = self._sms * at_once
+        done = balanced(tasks, slots) if even else makespan(tasks, slots, in_turn=launch.in_turn)
+        return done + begin
+
+    def terms(self, kernels: list[Launch]) -> dict[str, float]:
+        clock = self._rates.clock_hz * self._c.clock
+        found = {"hbm": 0.0, "l2": 0.0, "tensor": 0.0, "non_matmul": 0.0, "launch": 0.0}
+        for number, launch in enumerate(kernels):
+            hbm, l2 = self._memory(launch, clock)
+            tensor, other, _ = self._parts(launch)
+            found["hbm"] += hbm
+            found["l2"] += l2
+            found["tensor"] += tensor * launch.turns / self._sms / clock
+            found["non_matmul"] += other * launch.turns / self._sms / clock
+            found["launch"] += self._c.next_s if number else self._c.launch_s
+        return found
+
+    def _parts(self, launch: Launch, without: str = "") -> tuple[float, float, float]:
+        """Cycles of one turn on the tensor cores, on the units of the softmax, and for the accumulator."""
+        turn, rates = launch.turn, self._rates
+        tensor = 0.0 if without == "tensor" else turn.tensor_flops / rates.tensor_flops
+        if without == "non-matmul":
+            return tensor, 0.0, 0.0
+        other = turn.exps / EXPONENTIALS + self._c.other_share * turn.score_ops / rates.lanes
+        return tensor, other, turn.rescale_ops / rates.lanes
+
+    def _turn(self, launch: Launch, at_once: int, without: str = "") -> tuple[float, float]:
+        """Cycles of a multiprocessor for one turn of one of its blocks, and what a mask adds."""
+        c = self._c
+        tensor, other, rescale = self._parts(launch, without)
+        masked = 0.0 if without == "non-matmul" else c.mask_ops * launch.turn.score_ops / 4.0 / self._rates.lanes
+        pipes = (tensor**2 + (other + rescale / 2) ** 2) ** 0.5
+        if launch.persistent:
+            return pipes * c.hopper, masked
+        wait = c.sync if (tensor or other) and without != "non-matmul" else 0.0
+        if launch.turn.waited_bytes and without != "HBM":
+            wait += c.latency + launch.turn.waited_bytes / c.l2_bytes
+        return _join(pipes, (tensor + other + rescale + wait) / at_once), masked
+
+    def _memory(self, launch: Launch, clock: float) -> tuple[float, float]:
+        """Seconds for the bytes from HBM, and for those that come out of the cache."""
+        rates = self._rates
+        hit = max(launch.l2_bytes - launch.hbm_bytes, 0.0)
+        return launch.hbm_bytes / (rates.hbm_bytes_per_s * rates.hbm_share), hit / (self._c.l2_bytes * self._sms * clock)
+
+    def _clock(self, launch: Launch, without: str) -> float:
+        """The clock falls with the time that the tensor cores are busy."""
+        c, fast = self._c, self._rates.clock_hz * self._c.clock
+        if self._rates.tensor_flops < 4096:
+            return fast
+        cycles = max(self.cycles(launch, without), 1.0)
+        tensor = self._parts(launch, without)[0] * launch.turns / self._sms
+        seconds = cycles / fast
+        return fast * (1.0 - c.throttle * min(tensor / cycles, 1.0) * seconds / (seconds + c.throttle_s))
+
+
+def _join(one: float, other: float, exponent: float = JOIN) -> float:
+    largest = max(one, other)
+    return largest * ((one / largest) ** exponent + (other / largest) ** exponent) ** (1 / exponent) if largest else 0.0

@@ -1,0 +1,93 @@
+"""Counts of the model against the loops that the kernels run, counted one by one, and against bytes known by hand."""
+
+import pytest
+
+from rowmax import Device, Plan, Problem, plan
+from rowmax.analysis import cost
+from rowmax.analysis.launches import launches, row_tasks
+from rowmax.device import Rates
+from rowmax.plan.tile import key_ranges
+from rowmax.reference import visible
+
+H200 = Device.named("H200")
+RATES = Rates.of(H200)
+MB = 2**20
+
+
+def launched(text: str, prefer: str, device: Device = H200):
+    problem = Problem.parse(text)
+    return launches(problem, device, Rates.of(device), plan(problem, device, prefer=prefer))
+
+
+@pytest.mark.parametrize("mask", ["", "causal", "window(40,7)", "window(0,0)"])
+@pytest.mark.parametrize("lengths", [(300, 300), (130, 400), (400, 130), (1, 1000)])
+def test_turns_are_those_of_the_loops(mask, lengths):
+    problem = Problem.parse(f"b1 h2 q{lengths[0]} k{lengths[1]} d64 bf16 {mask}")
+    tasks = row_tasks([lengths], 2, 64, 32, problem.band)
+    turns = 0
+    for row in range(0, lengths[0], 64):
+        start, _, _, end = key_ranges(row, 64, *lengths, 32, problem.band)
+        turns += -(-(end - start) // 32)
+    assert sum(count * each for count, each, _ in tasks) == 2 * turns
+    assert all(masked <= each for _, each, masked in tasks)
+
+
+@pytest.mark.parametrize("mask", ["", "causal", "window(40,7)"])
+@pytest.mark.parametrize("lengths", [(300, 300), (130, 400), (400, 130)])
+def test_turns_of_kv_outer_are_tiles_with_something_to_see(mask, lengths):
+    problem = Problem.parse(f"b2 h2 q{lengths[0]} k{lengths[1]} d64 bf16 {mask}")
+    (launch,) = launches(problem, H200, RATES, Plan.parse("kv_outer[64x32 w4 s1]"))
+    seen = visible(*lengths, *problem.band)
+    tiles = sum(
+        bool(seen[row : row + 64, col : col + 32].any()) for row in range(0, lengths[0], 64) for col in range(0, lengths[1], 32)
+    )
+    assert launch.turns == 4 * tiles
+    assert launch.blocks == 4
+
+
+def test_q_is_read_once_for_every_key_tile_by_flashattention_1_and_once_by_2():
+    text = "b8 h16 q4096 k4096 d64 bf16"  # more than the L2 cache holds
+    (one,), (two,) = launched(text, "kv_outer[64x128 w4 s2]"), launched(text, "q_outer")
+    q = 8 * 16 * 4096 * 64 * 2
+    key_tiles = 4096 // 128
+    state = 8 * 16 * 4096 * (64 * 4 + 8)
+    once = 4 * q + 8 * 16 * 4096 * 4  # Q, K, V, O and the LSE
+    assert two.hbm_bytes == once
+    assert one.hbm_bytes == once + 2 * state + key_tiles * (q + 2 * state)
+
+
+def test_small_states_of_kv_outer_stay_in_the_cache():
+    (launch,) = launched("b1 h1 q4096 k4096 d64 bf16", "kv_outer")
+    assert launch.hbm_bytes == cost.bytes_of(Problem.parse("b1 h1 q4096 k4096 d64 bf16"), "forward") + 4096 * 4
+    assert launch.l2_bytes > 100 * launch.hbm_bytes / 10
+
+
+def test_dense_writes_its_scores():
+    scores, softmax, output = launched("b2 h16 q4096 k4096 d64 bf16", "dense")
+    number = 2 * 16 * 4096**2
+    assert scores.hbm_bytes - 4 * number == 2 * 2 * 16 * 4096 * 64 * 2
+    assert softmax.hbm_bytes == 6 * number
+    assert output.hbm_bytes - 2 * number == 2 * 2 * 16 * 4096 * 64 * 2
+
+
+def test_keys_that_nobody_sees_are_not_read():
+    (launch,) = launched("b1 h8 q4096 k65536 d128 bf16 window(1023,0)", "q_outer")
+    assert launch.hbm_bytes < 8 * (4096 * 2 + (4096 + 1023) * 2) * 128 * 2 * 1.01 + 8 * 4096 * 4
+
+
+def test_split_keys_are_all_taken():
+    text = "b1 h32/8 q1 k131072 d128 bf16"
+    for parts in (1, 7, 16):
+        decode, *combine = launched(text, f"split_kv[16x64 w4 s3 x{parts}]")
+        assert decode.turns >= 8 * 131072 // 64
+        assert decode.turns < 8 * (131072 // 64 + parts)
+        assert bool(combine) == (parts > 1)
+
+
+def test_packed_lengths_may_be_given():
+    problem = Problem.parse("b3 h2 q600 k600 d64 bf16 packed causal")
+    chosen = plan(problem, H200, prefer="q_outer")
+    (even,), (uneven,) = (
+        launches(problem, H200, RATES, chosen, lengths) for lengths in (None, [(500, 500), (50, 50), (50, 50)])
+    )
+    assert uneven.turns > even.turns
