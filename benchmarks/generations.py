@@ -1,0 +1,205 @@
+"""The generations side by side, and the model of `rowmax explain` against measurements.
+
+    python benchmarks/generations.py                     # on a GPU, about a minute: times, checks, writes rows, reports
+    python benchmarks/generations.py --report FILE...    # anywhere: what the model says of the rows in results files
+
+Two lists. FlashAttention-1's loop order (`kv_outer`), scores in memory (`dense`) and FlashAttention-2's (`q_outer`) at 1, 8 and
+128 heads and 4k and 16k tokens. And problems drawn at random from a seed: prefill, decode, packed and windows, head dims 64 to
+256, 1 to 512 heads, 128 to 128k keys, each by the plan that runs and by `q_outer`. Constants of the model may be fitted to the
+rows of any seed but `REPORTED`, from which the error is reported. Rows are those of `run.py`, and are checked as there.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+import record
+import run
+import timing
+from calls import compile_ahead, device_of
+from rowmax import Device, Plan, Unsupported, plan
+from rowmax.analysis import workers
+from rowmax.analysis.predict import Prediction, predict
+from rowmax.problem import Problem
+from shapes import FORWARD, lengths
+
+REPORTED = 1  # the seed
+GENERATIONS = ("kv_outer", "dense", "q_outer")
+DENSE_BYTES = 60e9  # of S and P: more are not tried
+LONGEST_S, LARGEST_BYTES = 0.02, 4e9  # of a drawn problem, by the model; and of its tensors
+
+
+def generation_jobs() -> list[tuple[Problem, list[str]]]:
+    """`(problem, plans)`: where the two loop orders are to be compared."""
+    found = []
+    for tokens in (4096, 16384):
+        for heads in (1, 8, 128):
+            problem = Problem.parse(f"b1 h{heads} q{tokens} k{tokens} d64 bf16")
+            scores = 6 * heads * tokens * tokens
+            found.append((problem, [name for name in GENERATIONS if name != "dense" or scores <= DENSE_BYTES]))
+    return found
+
+
+def draw(seed: int, number: int, device: Device) -> list[tuple[Problem, list[str]]]:
+    """The first `number` problems of a seed that are neither too long nor too large, with the plans to time."""
+    rnd, found = random.Random(seed), []
+    while len(found) < number:
+        problem = _one(rnd)
+        tokens = (problem.len_q * 2 * problem.heads_q + problem.len_k * 2 * problem.heads_k) * (
+            1 if problem.packed else problem.batch
+        )
+        if tokens * problem.dim_qk * 2 > LARGEST_BYTES:
+            continue
+        plans = []
+        for name in dict.fromkeys((plan(problem, device).algorithm, "q_outer")):
+            if predict(problem, device, name, lengths=lengths_of(problem)).seconds <= LONGEST_S:
+                plans.append(name)
+        if plans:
+            found.append((problem, plans))
+    return found
+
+
+def _one(rnd: random.Random) -> Problem:
+    kind = rnd.choice(("prefill", "prefill", "decode", "packed", "window"))
+    dim = rnd.choice((64, 128, 128, 256))
+    group = rnd.choice((1, 1, 4, 8))
+    heads_k = rnd.choice((1, 2, 4, 8, 16))
+    batch = 2 ** rnd.randint(0, 5)
+    while batch * heads_k * group > 512:
+        batch //= 2
+    tokens = round(2 ** rnd.uniform(7, 17))
+    heads = f"h{heads_k * group}/{heads_k} d{dim} {rnd.choice(('bf16', 'fp16'))}"
+    if kind == "decode":
+        return Problem.parse(f"b{batch} {heads} q1 k{tokens} causal")
+    tokens = min(tokens, 32768)
+    if kind == "packed":
+        count, longest = 2 ** rnd.randint(2, 6), 0
+        total = max(tokens, 2 * count)
+        longest = max(-(-2 * total // count), 2)
+        return Problem.parse(f"b{count} {heads} q{total} k{total} causal packed maxq{longest} maxk{longest}")
+    if kind == "window":
+        return Problem.parse(f"b{batch} {heads} q{tokens} k{tokens} window({2 ** rnd.randint(6, 12) - 1},0)")
+    queries = tokens if rnd.random() < 0.8 else max(tokens // 4, 64)
+    return Problem.parse(f"b{batch} {heads} q{queries} k{tokens} {rnd.choice(('', 'causal'))}")
+
+
+def lengths_of(problem: Problem) -> Optional[list[tuple[int, int]]]:
+    """Of packed sequences, as `calls.make_operands` cuts them."""
+    return list(zip(lengths(problem, "q"), lengths(problem, "k"), strict=True)) if problem.packed else None
+
+
+# ---- what the model says ---------------------------------------------------------------------------------------------
+
+
+def compared(rows: list[dict]) -> Iterator[tuple[dict, Prediction]]:
+    """Rows of ours on a GPU that the model knows, with its prediction for the very plan."""
+    for row in rows:
+        if row.get("pass") != FORWARD or row.get("who") != "rowmax" or not row.get("gpu"):
+            continue
+        problem, device = Problem.parse(row["problem"]), Device.named(row["gpu"])
+        try:
+            yield row, predict(problem, device, Plan.parse(row["plan"]), lengths=lengths_of(problem))
+        except (KeyError, Unsupported):
+            continue
+
+
+def report(rows: list[dict], *, every: bool = False) -> None:
+    """Print how far predictions are off, by algorithm, and the two loop orders beside each other."""
+    errors: dict[str, list[float]] = {}
+    times: dict[str, dict[str, tuple[float, float]]] = {}
+    for row, prediction in compared(rows):
+        error = prediction.seconds * 1e3 / row["ms"] - 1
+        errors.setdefault(prediction.plan.algorithm, []).append(error)
+        times.setdefault(row["problem"], {})[prediction.plan.algorithm] = (row["ms"], prediction.seconds * 1e3)
+        if every:
+            print(f"{error:+7.1%} {row['ms']:10.4f} ms  {prediction.verdict:<12} {row['problem']}  {row['plan']}")
+    print(f"{'':<10} {'rows':>5} {'median':>7} {'<=15%':>6} {'<=25%':>6} {'<=30%':>6} {'worst':>7}")
+    for name, found in sorted(errors.items()):
+        shares = [sum(abs(error) <= most for error in found) / len(found) for most in (0.15, 0.25, 0.30)]
+        middle, worst = statistics.median(map(abs, found)), max(found, key=abs)
+        print(f"{name:<10} {len(found):>5} {middle:>7.1%} " + " ".join(f"{one:>6.0%}" for one in shares) + f" {worst:>+7.0%}")
+    for problem, found in times.items():
+        if {"kv_outer", "q_outer"} <= set(found):
+            measured, predicted = (found["kv_outer"][i] / found["q_outer"][i] for i in (0, 1))
+            print(f"{problem}: kv_outer takes {measured:.3g} times as long as q_outer (model: {predicted:.3g})")
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: "list[str] | None" = None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.report:
+        report([row for path in options.report for row in json.loads(path.read_text())], every=options.every)
+        return 0
+    device = device_of()
+    if device.type != "cuda":
+        print("no CUDA GPU here; --report FILE compares rows that were measured", file=sys.stderr)
+        return 1
+    started = time.monotonic()
+    facts = record.machine(device)
+    out = options.out or record.RESULTS / "generations" / record.default_path(facts).name
+    jobs = [*generation_jobs(), *draw(options.seed, options.draw, Device.of(device))]
+    wanted = [
+        {"problem": str(problem), "who": "rowmax", "which": FORWARD, "plan": name, "device": str(device)}
+        for problem, plans in _builds(jobs)
+        for name in plans
+    ]
+    outcomes = workers.run_all(
+        compile_ahead, wanted, workers=options.workers, job_seconds=60, total_seconds=0.5 * options.time_limit
+    )
+    print(f"compiled ahead in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    for job, outcome in zip(wanted, outcomes, strict=True):
+        if outcome.error:
+            print(f"  {job['plan']} of '{job['problem']}': {outcome.error}", file=sys.stderr)
+    peak, rows, failures = timing.peak_tflops(torch.bfloat16, device), [], 0
+    for problem, plans in jobs:
+        if time.monotonic() - started > options.time_limit:
+            print(f"time limit: {len(jobs)} problems, timed until '{problem}'", file=sys.stderr)
+            break
+        group = argparse.Namespace(seed=options.seed, plan=plans, seconds=options.seconds)
+        found, failed = run.time_group(problem, FORWARD, ["rowmax"], device, group, facts, peak)
+        rows += found
+        failures += failed
+        record.append(out, found)
+    report(rows, every=options.every)
+    print(f"{len(rows)} rows in {out}, {failures} failures, {time.monotonic() - started:.0f} s")
+    return 1 if failures else 0
+
+
+def _builds(jobs: list[tuple[Problem, list[str]]]) -> list[tuple[Problem, list[str]]]:
+    """One small problem of each form that is compiled: lengths, batches and windows are run-time numbers of the kernels."""
+    found: dict = {}
+    for problem, plans in jobs:
+        banded = tuple(side is not None for side in problem.band)
+        form = (problem.dim_qk, problem.dtype, banded, problem.packed, problem.group, problem.len_q == 1, problem.len_q < 400)
+        small = found.setdefault(form, [problem, []])
+        if problem.heads_q * problem.batch * problem.len_k < small[0].heads_q * small[0].batch * small[0].len_k:
+            small[0] = problem
+        small[1] += [name for name in plans if name not in small[1]]
+    return [(problem, plans) for problem, plans in found.values()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", type=int, default=40, metavar="N", help="problems drawn")
+    parser.add_argument("--seed", type=int, default=REPORTED, help=f"of the draw; {REPORTED} is the one reported")
+    parser.add_argument("--seconds", type=float, default=0.15, metavar="S", help="timing of one problem")
+    parser.add_argument("--time-limit", type=float, default=85.0, metavar="S", help="start nothing after this long")
+    parser.add_argument("--workers", type=int, default=16, metavar="N", help="processes that compile ahead")
+    parser.add_argument("--out", type=Path, help="default: results/generations/<device>-<date>.json")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="time nothing; compare these rows")
+    parser.add_argument("--every", action="store_true", help="print every row")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
