@@ -16,7 +16,7 @@ from rowmax.kernels import backward_launch, launch
 from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.problem import Operands, Problem
 
-LAYOUTS = ("key_layout", "share_layout", "sum_layout", "line_layout", "axis_layout", "tile_layout")
+LAYOUTS = ("share_layout", "sum_layout", "line_layout", "axis_layout", "tile_layout")
 
 
 class _Shared(Shared):
@@ -99,7 +99,7 @@ def backward(
     arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
     suspect = call.tensors[11]
-    code = simulate.sources(*mutants, kernels=("backward",))
+    code = simulate.sources(*mutants, kernel="backward")
     for program in random.Random(seed).sample(range(call.programs), call.programs):
         names = language(Machine(seed + program, late), program, call.programs)
         for part in code:

@@ -17,37 +17,37 @@ import simulate_backward
 
 from rowmax.plan.hopper_backward import HopperBackwardTile
 
-PLAIN, AHEAD, WIDE = "64x128 s2", "64x128 s2 ahead g1", "128x128 s2"
-APART, BOTH, THREE = "64x128 s2 apart", "64x128 s2 ahead apart held g1", "64x128 s3 apart held"
+PLAIN, TOGETHER, THREE = "64x128 s2 backward", "64x128 s2 backward g1", "64x128 s3 backward"  # for head dims over 64
+WIDE, ALONE = "128x128 s2 backward g1", "128x128 s2 backward"
 
 CASES = [
     ("b1 h2 q200 k300 d128 bf16", PLAIN),
     ("b1 h2 q200 k300 d128 bf16 causal", PLAIN),
-    ("b2 h2/1 q130 k257 d128 fp16 causal", AHEAD),
-    ("b1 h2 q200 k200 d64 bf16 causal", APART),
-    ("b2 h4/2 q200 k129 d64 bf16 causal", BOTH),  # rows that see nothing
+    ("b2 h2/1 q130 k257 d128 fp16 causal", TOGETHER),
+    ("b1 h2 q200 k200 d64 bf16 causal", WIDE),
+    ("b2 h4/2 q200 k129 d64 bf16 causal", WIDE),  # rows that see nothing
     ("b1 h2 q300 k300 d64 fp16 causal", WIDE),
     ("b1 h4/1 q150 k200 d64 bf16", WIDE),
-    ("b1 h1 q300 k60 d64 bf16 causal", THREE),
+    ("b1 h1 q300 k60 d128 bf16 causal", THREE),
     ("b1 h2 q300 k300 d128 bf16 window(40,0)", PLAIN),
-    ("b1 h2 q150 k400 d64 fp16 window(0,70)", APART),
-    ("b1 h2 q300 k100 d64 bf16 window(9,3)", BOTH),
-    ("b1 h2/1 q100 k400 d64 bf16 window(5,5)", APART),  # keys that nobody sees, and whole tiles of them
-    ("b1 h1 q200 k200 d128 bf16 window(inf,5)", AHEAD),
+    ("b1 h2 q150 k400 d64 fp16 window(0,70)", WIDE),
+    ("b1 h2 q300 k100 d64 bf16 window(9,3)", WIDE),
+    ("b1 h2/1 q100 k400 d64 bf16 window(5,5)", WIDE),  # keys that nobody sees, and whole tiles of them
+    ("b1 h1 q200 k200 d128 bf16 window(inf,5)", TOGETHER),
     ("b1 h1 q200 k300 d64 bf16 window(0,0)", WIDE),
-    ("b1 h2 q1 k1 d64 bf16", APART),
+    ("b1 h2 q1 k1 d64 bf16", WIDE),
     ("b1 h2 q5 k300 d128 bf16 causal", PLAIN),
     ("b1 h2 q129 k130 d72/40 bf16 causal", PLAIN),
-    ("b1 h2 q129 k130 d40/72 fp16", AHEAD),
+    ("b1 h2 q129 k130 d40/72 fp16", TOGETHER),
     ("b1 h2 q100 k200 d96 bf16 causal", PLAIN),
     ("b1 h2 q100 k100 d64/128 fp16", PLAIN),
-    ("b1 h2 q70 k130 d64 bf16 causal scale=-0.1", APART),
+    ("b1 h2 q70 k130 d64 bf16 causal scale=-0.1", WIDE),
     ("b1 h2 q70 k130 d64 bf16 scale=0.0", WIDE),
-    ("b5 h4/2 q330 k330 d64 bf16 packed causal", APART),
+    ("b5 h4/2 q330 k330 d64 bf16 packed causal", WIDE),
     ("b5 h2 q330 k400 d128 bf16 packed", PLAIN),
     ("b3 h4/2 q300 k300 d64 fp16 packed window(9,7)", WIDE),
-    ("b4 h2 q500 k200 d64 bf16 packed causal", BOTH),
-    ("b6 h3 q200 k300 d40/24 fp16 packed causal", BOTH),
+    ("b4 h2 q500 k200 d64 bf16 packed causal", WIDE),
+    ("b6 h3 q200 k300 d40/24 fp16 packed causal", WIDE),
 ]
 
 
@@ -73,7 +73,7 @@ def test_a_simulated_kernel_is_right(text, tile, late):
 @pytest.mark.parametrize("kind", ["probe", "spiky", "v_outlier", "shift(-120)"])
 def test_operands_that_show_one_mistake(kind):
     for text, tile in (
-        ("b1 h2/1 q150 k200 d64 bf16 causal", BOTH),
+        ("b1 h2/1 q150 k200 d64 bf16 causal", WIDE),
         ("b1 h1 q200 k130 d128 bf16", PLAIN),
         ("b3 h2 q200 k200 d64 bf16 packed window(9,3)", WIDE),
     ):
@@ -86,7 +86,7 @@ def test_operands_that_show_one_mistake(kind):
 def test_strides_are_taken_as_they_are(layout):
     for text in ("b2 h2 q100 k100 d64 bf16", "b2 h2 q100 k100 d64 bf16 packed"):
         problem = Problem.parse(text)
-        report, _ = run(problem, testing.operands(problem, layout=layout), APART)
+        report, _ = run(problem, testing.operands(problem, layout=layout), WIDE)
         assert report.ok, str(report)
 
 
@@ -95,7 +95,7 @@ def test_rows_of_a_packed_tensor_outside_every_sequence_stay_as_they_are():
     operands = testing.operands(problem, lengths=((70, 60), (50, 60)))
     out, lse = testing.attend(problem, operands)
     dq, dk, dv, _ = simulate_backward.backward(
-        problem, operands, HopperBackwardTile.parse(APART), out, lse, *testing.cotangents(problem)
+        problem, operands, HopperBackwardTile.parse(WIDE), out, lse, *testing.cotangents(problem)
     )
     assert not bool(dq[120:].any() | dk[120:].any() | dv[120:].any())
 
@@ -110,7 +110,7 @@ def test_values_that_nobody_sees_have_no_effect(text, value):
     q[:, ~seen.any(1)], k[:, ~seen.any(0)], v[:, ~seen.any(0)] = value, value, value
     out, lse = testing.attend(problem, operands)
     given = testing.cotangents(problem)
-    tile = HopperBackwardTile.parse(BOTH)
+    tile = HopperBackwardTile.parse(WIDE)
     *grads, _ = simulate_backward.backward(problem, operands._replace(q=q, k=k, v=v), tile, out, lse, *given)
     report = testing.check_backward(problem, operands, grads, *given)
     assert report.ok, str(report)
@@ -142,7 +142,7 @@ def non_finite(where, text, **options):
     out, lse = testing.attend(problem, operands)
     portable = plan(problem, Device.named("H200"), direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
     expected = launch.backward(problem, operands, out, lse, d_out, d_lse, (True, True, True), portable)
-    tile = HopperBackwardTile.parse(BOTH)
+    tile = HopperBackwardTile.parse(WIDE)
     *grads, suspect = simulate_backward.backward(problem, operands, tile, out, lse, d_out, d_lse, **options)
     return grads, suspect, expected
 
@@ -155,7 +155,7 @@ def test_lies_in_cu_seqlens_touch_nothing_outside(name):
     out, lse = testing.attend(problem, operands)
     for side in ("queries", "keys", "both"):
         lies = canaries.lying(operands, canaries.HOSTILE[name], side)
-        simulate_backward.backward(problem, lies, HopperBackwardTile.parse(APART), out, lse, *testing.cotangents(problem))
+        simulate_backward.backward(problem, lies, HopperBackwardTile.parse(WIDE), out, lse, *testing.cotangents(problem))
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------------
@@ -164,24 +164,20 @@ CAUSAL, CAUSAL_64 = "b1 h1 q200 k200 d128 bf16 causal", "b1 h1 q200 k200 d64 bf1
 LONG, LONG_64 = "b1 h1 q400 k100 d128 bf16", "b1 h1 q400 k100 d64 bf16"
 GROUPED, PACKED = "b1 h4/2 q130 k130 d64 bf16", "b4 h2 q300 k300 d64 bf16 packed causal"
 WINDOW = "b1 h1 q200 k200 d64 bf16 window(20,9)"
-GROUPED_128, BATCHES, RAGGED = "b1 h4/2 q130 k130 d128 bf16", "b2 h3 q70 k70 d64 bf16", "b1 h1 q70 k70 d64 bf16"
+GROUPED_128, BATCHES, RAGGED = "b1 h4/2 q130 k130 d128 bf16", "b2 h3 q70 k70 d64 bf16", "b1 h1 q300 k70 d64 bf16"
 
-FREE_Q = "                release(q_ring, turn, BUILD.STAGES)\n"
-GIVE = "                give(share_ring, turn, SHARES)\n"
-DK = GIVE + "                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])\n"
-DK_APART = "            else:\n                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])\n"
-DK_AHEAD = "                dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])\n"
-DK_BOTH = "                dk = warpgroup_mma_wait(1, deps=[dk])\n"
-NEXT_S = "                s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)\n"
-DQ = "                dq = warpgroup_mma_wait(1, deps=[dq])\n"
-ADD = "                _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
-LAST_S = "                s = warpgroup_mma_wait(0, deps=[s])\n"
-BEFORE = "                wait_full(share_ring, before, SHARES)\n"
-PRODUCT = "                dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)\n"
-STORE = "                share.store(ds)\n"
+FREE_Q = "        release(q_ring, turn, BUILD.STAGES)\n"
+GIVE = "        give(share_ring, turn, SHARES)\n"
+DK = "        dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])\n"
+NEXT_S = "        s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)\n"
+DQ = "        dq = warpgroup_mma_wait(1, deps=[dq])\n"
+LAST = "        last_row, last_line = preceding(row, line, turn, ranges, BUILD)\n"
+ADD = "        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
+LAST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
+BEFORE = "        wait_full(share_ring, before, SHARES)\n"
+PRODUCT = "        dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)\n"
+STORE = "        shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER).store(ds)\n"
 NEXT_Q = "    wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
-SUM = "        dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turn, 0, BUILD)])\n"
-FREE_SHARE = "        release(share_ring, turn, SHARES)\n"
 FENCE = "    dq_buffer.reshape([SIDE, SIDE]).store(dq)\n    fence_async_shared()\n"
 
 
@@ -196,41 +192,26 @@ MUTANTS = {
     "K of no turn awaited": (
         only("    wanted = turns > 0\n", "    wanted = True\n"),
         "b1 h1 q30 k200 d64 bf16 window(3,3)",
-        APART,
+        WIDE,
     ),
-    "no wait for Q": (only("            wait_full(q_ring, turn, BUILD.STAGES)\n"), CAUSAL, PLAIN),
-    "no wait for the first Q": (only("        wait_full(q_ring, row * 0, BUILD.STAGES, wanted)\n"), CAUSAL, AHEAD),
-    "no wait for the next Q": (only(NEXT_Q), LONG_64, BOTH),
-    "Q of no turn awaited": (only(NEXT_Q, NEXT_Q.replace("turn + 1 < turns", "True")), CAUSAL_64, BOTH),
+    "no wait for the first Q": (only("    wait_full(q_ring, row * 0, BUILD.STAGES, wanted)\n"), CAUSAL, PLAIN),
+    "no wait for the next Q": (only(NEXT_Q), LONG_64, WIDE),
+    "Q of no turn awaited": (only(NEXT_Q, NEXT_Q.replace("turn + 1 < turns", "True")), CAUSAL_64, WIDE),
     "no wait for dO": (only("        wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, PLAIN),
-    "no wait for dS": (only("else:\n" + BEFORE + PRODUCT, "else:\n" + PRODUCT), LONG, PLAIN),
-    "no wait for dS, ahead": (only("is_async=True)\n" + BEFORE + PRODUCT, "is_async=True)\n" + PRODUCT), LONG, AHEAD),
-    "dS laid down before the last one is awaited": (
-        only("is_async=True)\n" + BEFORE + PRODUCT + STORE, "is_async=True)\n" + STORE + BEFORE + PRODUCT),
-        LONG,
-        AHEAD,
-    ),
+    "no wait for dS": (only(BEFORE + PRODUCT, PRODUCT), LONG, PLAIN),
+    "dS laid down before the last one is awaited": (only(BEFORE + PRODUCT + STORE, STORE + BEFORE + PRODUCT), LONG, PLAIN),
     "dS of this turn": (only("before = turn + 3", "before = turn + 2"), LONG, PLAIN),
     "dS of one consumer is enough": (only("count=WRITERS", "count=1"), CAUSAL, PLAIN),
-    "dS given before the fence": (only(ADD + DK, GIVE + ADD + DK[len(GIVE) :]), LONG, PLAIN),
-    "dS given before the fence, ahead": (only(ADD + GIVE + LAST_S, GIVE + ADD + LAST_S), LONG, AHEAD),
+    "dS given before the fence": (only(ADD + GIVE + LAST_S, GIVE + ADD + LAST_S), LONG, PLAIN),
     "dS given before dQ is done": (
-        only(DQ + ADD + GIVE + LAST_S, STORE + "                fence_async_shared()\n" + GIVE + DQ + ADD + LAST_S),
+        only(DQ + LAST + ADD + GIVE + LAST_S, "        fence_async_shared()\n" + GIVE + DQ + LAST + ADD + LAST_S),
         LONG,
-        AHEAD,
+        PLAIN,
     ),
-    "dS given before the fence, apart": (only("            fence_async_shared()\n" + GIVE[4:], GIVE[4:]), LONG_64, APART),
-    "dQ not fenced": (only(FENCE, FENCE.splitlines()[0] + "\n"), LONG_64, APART),
+    "dQ not fenced": (only(FENCE, FENCE.splitlines()[0] + "\n"), LONG_64, WIDE),
     "dQ laid over the one before": (only("    store_wait(0)  # the sum before has left the buffer\n"), LONG, PLAIN),
-    "no empty place for dS awaited": (only("            wait_empty(share_ring, turn, SHARES)\n"), LONG_64, APART),
-    "dS released early": (only(SUM + FREE_SHARE, FREE_SHARE + SUM), LONG_64, APART),
-    "dS never released": (only(SUM + FREE_SHARE, SUM), LONG_64, APART),
-    "no dS awaited, apart": (only("        wait_full(share_ring, turn, SHARES)\n"), LONG_64, APART),
     "Q released early": (only(DK + FREE_Q, FREE_Q + DK), LONG, PLAIN),
     "Q never released": (only(DK + FREE_Q, DK), LONG, PLAIN),
-    "Q released early, ahead": (only(DK_AHEAD + FREE_Q, FREE_Q + DK_AHEAD), LONG, AHEAD),
-    "Q released early, apart": (only(DK_APART + FREE_Q, DK_APART[:18] + FREE_Q + DK_APART[18:]), LONG_64, APART),
-    "Q released early, ahead and apart": (only(DK_BOTH + FREE_Q, FREE_Q + DK_BOTH), LONG_64, BOTH),
     "no empty Q awaited": (
         only(
             "line_source = line\n    i = buffer_of(turn, STAGES)\n    mbarrier.wait(empty.index(i), ",
@@ -239,76 +220,61 @@ MUTANTS = {
         LONG,
         PLAIN,
     ),
-    "K overwritten while it is read": (
-        only("        meet(BUILD.CONSUMERS)  # nobody", "        pass  # nobody"),
-        CAUSAL,
-        PLAIN,
-    ),
-    "K overwritten while it is read, apart": (
-        (
-            ("    else:\n        meet(BUILD.CONSUMERS + 1)\n", ""),
-            ("    meet(BUILD.CONSUMERS + 1)\n    store_wait", "    store_wait"),
-        ),
-        CAUSAL_64,
-        APART,
-    ),
-    "dQ in flight at the end": (
-        only("    meet(BUILD.CONSUMERS + 1)\n    store_wait(0)\n", "    meet(BUILD.CONSUMERS + 1)\n"),
-        CAUSAL_64,
-        APART,
-    ),
+    "K overwritten while it is read": (only("    meet(BUILD.CONSUMERS)  # nobody", "    pass  # nobody"), CAUSAL, PLAIN),
     # products
-    "S awaited too late": (only("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"), CAUSAL, PLAIN),
     "dP awaited too late": (only("dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"), CAUSAL, PLAIN),
-    "dQ awaited too late": (only(STORE + DQ, STORE + DQ.replace("(1", "(2")), CAUSAL, PLAIN),
-    "dQ awaited too late, ahead": (only(NEXT_S + DQ, NEXT_S + DQ.replace("(1", "(2")), CAUSAL, AHEAD),
-    "dK awaited too late": (only(DK + FREE_Q, DK.replace("(0", "(1") + FREE_Q), CAUSAL, PLAIN),
-    "dK awaited too late, ahead": (only(DK_AHEAD, DK_AHEAD.replace("S, d", "S + 1, d")), CAUSAL, AHEAD),
-    "dK awaited too late, apart": (only(DK_APART, DK_APART.replace("(0", "(1")), CAUSAL_64, APART),
-    "S awaited too late, ahead": (only(GIVE + LAST_S, GIVE + LAST_S.replace("(0", "(1")), CAUSAL, AHEAD),
+    "dQ awaited too late": (only(NEXT_S + DQ, NEXT_S + DQ.replace("(1", "(2")), CAUSAL, PLAIN),
+    "dK awaited too late": (only(DK, DK.replace("S, d", "S + 1, d")), CAUSAL, PLAIN),
+    "S awaited too late": (only(GIVE + LAST_S, GIVE + LAST_S.replace("(0", "(1")), CAUSAL, PLAIN),
     "S of this turn for the next": (
         only("q = q_buffers.index(buffer_of(turn + 1,", "q = q_buffers.index(buffer_of(turn,"),
         LONG,
-        AHEAD,
+        PLAIN,
     ),
     "dQ of one consumer's keys": (only("use_acc=c > 0", "use_acc=False"), CAUSAL, PLAIN),
     "dQ of the first part": (only("[line, row + ROW, COLUMN]", "[line, row + ROW, 0]"), CAUSAL, PLAIN),
     "dQ of the first rows": (only("[line, row + ROW, COLUMN]", "[line, row, COLUMN]"), CAUSAL_64, WIDE),
     "the last dQ left out": (
         only(
-            "        if turns > 0:\n            wait_full(share_ring, turns - 1",
-            "        if turns > 99:\n            wait_full(share_ring, turns - 1",
+            "    if turns > 0:\n        wait_full(share_ring, turns - 1",
+            "    if turns > 99:\n        wait_full(share_ring, turns - 1",
         ),
         CAUSAL,
         PLAIN,
     ),
     "dQ before the first turn is added": (
-        only("gl.where(turn == 0, -BUILD.BLOCK_M, before)", "gl.where(turn == 0, row, before)"),
+        only("gl.where(turn == 0, NOWHERE, before)", "gl.where(turn == 0, row, before)"),
         CAUSAL,
         PLAIN,
     ),
+    "dQ before the first turn is added before the first row": (
+        only("gl.where(turn == 0, NOWHERE, before)", "gl.where(turn == 0, -BUILD.BLOCK_M, before)"),
+        CAUSAL,
+        PLAIN,
+    ),
+    "lines of a packed sequence where its rows are": (only("line_begin(begin_q, sequence) - begin_q", "0"), PACKED, WIDE),
     "dK without the scale": (only("(dk * (scale_log2 * 0.6931471805599453)).to", "dk.to"), CAUSAL, PLAIN),
     "delta of another buffer": (only("delta = delta_buffers.index(i)", "delta = delta_buffers.index(0)"), LONG, PLAIN),
     "LSE of another buffer": (only("lse = lse_buffers.index(i)", "lse = lse_buffers.index(0)"), LONG, PLAIN),
     # what is hidden
-    "nothing hidden": (only("        if (row < full) | (row >= full_end):", "        if row < 0:"), CAUSAL_64, APART),
-    "nothing hidden at the begin": (only("(row < full) | (row >= full_end)", "row >= full_end"), CAUSAL_64, APART),
-    "nothing hidden at the end": (only("(row < full) | (row >= full_end)", "row < full"), WINDOW, APART),
+    "nothing hidden": (only("        if (row < full) | (row >= full_end):", "        if row < 0:"), CAUSAL_64, WIDE),
+    "nothing hidden at the begin": (only("(row < full) | (row >= full_end)", "row >= full_end"), CAUSAL_64, WIDE),
+    "nothing hidden at the end": (only("(row < full) | (row >= full_end)", "row < full"), WINDOW, WIDE),
     "keys past the end": (
         only("    if col + BLOCK_N > len_k:", "    if col + BLOCK_N > 99999:"),
         RAGGED,
-        APART,
+        WIDE,
         "shift(-1000)",
     ),
-    "keys past the end not hidden": (only("gl.where(cols < len_k, end, 0)", "end"), RAGGED, APART, "shift(-1000)"),
+    "keys past the end not hidden": (only("gl.where(cols < len_k, end, 0)", "end"), RAGGED, WIDE, "shift(-1000)"),
     "the other consumer's keys hidden": (
         only("            col = _note(notes, COL) + CONSUMER * KEYS\n", "            col = _note(notes, COL)\n"),
         CAUSAL_64,
-        APART,
+        WIDE,
     ),
-    "one key more": (only("seen = eights < gl", "seen = eights <= gl"), WINDOW, APART, "probe"),
-    "one key less": (only("(eights >= first", "(eights > first"), CAUSAL_64, APART, "probe"),
-    "rows of the tensor as rows of the sequence": (only("row - _note(notes, BEGIN_Q), col", "row, col"), PACKED, APART),
+    "one key more": (only("seen = eights < gl", "seen = eights <= gl"), WINDOW, WIDE, "probe"),
+    "one key less": (only("(eights >= first", "(eights > first"), CAUSAL_64, WIDE, "probe"),
+    "rows of the tensor as rows of the sequence": (only("row - _note(notes, BEGIN_Q), col", "row, col"), PACKED, WIDE),
     # where it lies
     "K of another head": (
         only(
@@ -316,58 +282,58 @@ MUTANTS = {
             "b, first_key + c * KEYS, 0, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
         ),
         BATCHES,
-        APART,
+        WIDE,
     ),
     "keys of the first consumer": (
         only("fill(k_ring, k_parts, b, first_key + c * KEYS", "fill(k_ring, k_parts, b, first_key"),
         CAUSAL_64,
-        APART,
+        WIDE,
     ),
     "Q of the first head of a group": (
         only(
-            "b, row, member + line, line, turn, BUILD.STAGES)\n            if",
-            "b, row, head * BUILD.GROUP, line, turn, BUILD.STAGES)\n            if",
+            "b, row, member + line, line, row + shift, turn, BUILD.STAGES)\n            if",
+            "b, row, head * BUILD.GROUP, line, row + shift, turn, BUILD.STAGES)\n            if",
         ),
         GROUPED,
-        APART,
+        WIDE,
     ),
     "LSE of another head": (
-        only("lse_parts, b, row, member + line, line, turn", "lse_parts, b, row, member + line, member, turn"),
+        only("lse_parts, b, row, member + line, line, row", "lse_parts, b, row, member + line, member, row"),
         BATCHES,
-        APART,
+        WIDE,
         "spiky",
     ),
-    "the group's heads not counted": (only("gl.where(row == final, line + 1, line)", "line"), GROUPED, APART),
-    "one head of a group": (only("BUILD.GROUP * tiles, 0)", "tiles, 0)"), GROUPED, APART),
+    "the group's heads not counted": (only("gl.where(row == final, line + 1, line)", "line"), GROUPED, WIDE),
+    "one head of a group": (only("BUILD.GROUP * tiles, 0)", "tiles, 0)"), GROUPED, WIDE),
     "dQ of a group's next head": (only("gl.where(row == start, line - 1, line)", "line"), GROUPED_128, PLAIN),
     "dQ of the rows before the group's next head": (
         only("gl.where(row == start, final, before)", "before"),
         GROUPED_128,
         PLAIN,
     ),
-    "heads of another batch": (only("head % heads, head // heads", "head % heads, head * 0"), BATCHES, APART),
+    "heads of another batch": (only("head % heads, head // heads", "head % heads, head * 0"), BATCHES, WIDE),
     "a group of heads counted twice": (
         only("group = tile // (tiles * members)", "group = tile // (tiles * members) * 0"),
         BATCHES,
-        APART,
+        ALONE,
     ),
-    "keys of the sequence before": (only("    begin_k = _note(notes, BEGIN_K)\n", "    begin_k = 0\n"), PACKED, APART),
+    "keys of the sequence before": (only("    begin_k = _note(notes, BEGIN_K)\n", "    begin_k = 0\n"), PACKED, WIDE),
     "queries of the sequence before": (
         only("return turns, begin_q + start, begin_q + start +", "return turns, start, start +"),
         PACKED,
-        APART,
+        WIDE,
     ),
     "rows of the next sequence": (
         only("    if BUILD.PACKED and col + KEYS > length:", "    if BUILD.PACKED and col + KEYS > length + 64:"),
         PACKED,
-        APART,
+        WIDE,
     ),
     "dims of the next head": (
         only("(gl.expand_dims(dims, 0) < DIM)", "(gl.expand_dims(dims, 0) < 64)"),
         "b3 h2 q100 k100 d40 bf16 packed",
-        APART,
+        WIDE,
     ),
-    "a mark at every key": (only("1, mask=bad & gl", "1, mask=gl"), RAGGED, APART),
+    "a mark at every key": (only("1, mask=bad & gl", "1, mask=gl"), RAGGED, WIDE),
 }
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rowmax import Device, Plan, Problem, Unsupported, plan
+from rowmax import Device, Plan, Problem, ProblemError, Unsupported, plan
 from rowmax.plan.hopper import HopperTile
+from rowmax.plan.hopper_backward import HopperBackwardTile
 
 H200 = Device.named("H200")
 DENSE = Problem.parse("b2 h8/2 q512 k512 d128 bf16 causal")
@@ -29,8 +30,9 @@ def test_it_is_taken_unless_there_are_few_queries_or_another_is_asked_for():
         assert plan(problem, H200, prefer="q_outer").algorithm == "q_outer"
     for problem in (DENSE.with_(len_q=383), DENSE.with_(len_q=1), packed.with_(batch=8)):
         chosen = plan(problem, H200)
-        assert chosen.algorithm == "q_outer"
-        assert dict(chosen.refusals)["hopper"] == few
+        assert chosen.algorithm == ("split_kv" if problem.len_q == 1 else "q_outer")
+        if chosen.algorithm == "q_outer":
+            assert dict(chosen.refusals)["hopper"] == few
         assert plan(problem, H200, prefer="hopper").algorithm == "hopper"
     unaligned = plan(DENSE, H200, aligned=False)
     assert unaligned.algorithm == "q_outer"
@@ -56,10 +58,37 @@ def test_a_refusal_says_why(text, device, aligned, reason):
     assert reason in caught.value.refusals["hopper"]
 
 
-def test_its_backward_is_the_portable_one():
-    own = plan(DENSE, H200, direction="backward")
-    assert plan(DENSE, H200, direction="backward", prefer="hopper").tiles == own.tiles
-    assert plan(DENSE, H200, direction="backward", prefer="hopper").algorithm == "q_outer"
+@pytest.mark.parametrize("text", ["64x128 s2 backward", "128x128 s3 backward g16"])
+def test_backward_tile_spelling(text):
+    assert str(HopperBackwardTile.parse(text)) == text
+    forward = HopperTile.parse("128x128 s2 q1 static")
+    assert Plan.parse(f"hopper[{forward}, {text}]").tiles == (forward, HopperBackwardTile.parse(text))
+    assert Plan.parse(f"hopper[{text}]").tiles == (HopperBackwardTile.parse(text),)  # as a backward is printed
+    for wrong in (text.replace(" backward", ""), text + " ahead", text.replace("x128", "x")):
+        with pytest.raises(ProblemError, match="an example: '64x128 s2 backward g16'"):
+            HopperBackwardTile.parse(wrong)
+
+
+def test_its_backward_is_its_own_or_the_portable_one():
+    def chosen(problem=DENSE, prefer="hopper", **options):
+        return plan(problem, H200, direction="backward", prefer=prefer, **options)
+
+    assert chosen(prefer="").algorithm == chosen().algorithm == "hopper"
+    assert chosen(prefer="q_outer").algorithm == "q_outer"
+    for problem, reason in ((DENSE.with_(deterministic=True), "no fixed order"), (DENSE.with_(dim_qk=256), "up to 128")):
+        assert chosen(problem).algorithm == chosen(problem, "").algorithm == "q_outer"
+        assert reason in dict(chosen(problem).refusals)["hopper"]
+        assert "hopper has no backward here" in chosen(problem).reason
+    assert chosen(aligned=False).algorithm == "q_outer"
+    assert chosen(DENSE.with_(len_q=383), "").algorithm == "q_outer"
+    given = "hopper[128x128 s2 q1 static, 64x128 s2 backward g8]"
+    assert [str(tile) for tile in chosen(prefer=given).tiles] == ["64x128 s2 backward g8"]
+    for wrong in ("128x128 s2 backward", "64x128 s1 backward", "64x128 s4 backward", "64x128 s2 backward g2000", "64x64 w4 s2"):
+        with pytest.raises(Unsupported):
+            chosen(prefer=f"hopper[128x128 s2 q1 static, {wrong}]")
+    for other in ("q_outer[128x128 w8 s2, 64x128 s2 backward]", "q_outer[128x128 w8 s2, 64x128 s2 backward, 64x64 w4 s2]"):
+        with pytest.raises(Unsupported):
+            chosen(prefer=other)
     given = "hopper[128x128 s2 q1 static, 64x64 w4 s2, 64x64 w4 s1]"
     assert [str(tile) for tile in plan(DENSE, H200, direction="backward", prefer=given).tiles] == ["64x64 w4 s2", "64x64 w4 s1"]
     assert [str(tile) for tile in plan(DENSE, H200, prefer=given).tiles] == ["128x128 s2 q1 static"]

@@ -91,7 +91,7 @@ def test_every_tile_of_the_tables_fits(device, dims, words):
             except Unsupported:
                 continue
             seen += 1
-            assert (direction, len(chosen.tiles)) in KERNELS
+            assert (direction, len(chosen.tiles)) in KERNELS or chosen.algorithm == "hopper"
             assert misfit(problem, here, direction, chosen.algorithm, chosen.tiles) is None
     assert seen >= 2
 

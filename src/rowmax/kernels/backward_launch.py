@@ -1,4 +1,4 @@
-"""The three launches of the Hopper backward. To be part of `launch.py`."""
+"""The three launches of the Hopper backward; `launch.py` runs them."""
 
 from typing import Any, Optional
 
@@ -72,7 +72,7 @@ def hopper_backward_calls(
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
     build = Build(
         *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, tile.block_m, block_d, block_dv, tile.stages),
-        *(tile.block_n // KEYS, tile.ahead, tile.apart, tile.held, *tile.registers()),
+        *(tile.block_n // KEYS, *tile.registers()),
     )
     numbers = (
         *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles),

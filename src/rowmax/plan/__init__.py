@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.paged import PagedProblem
-from rowmax.plan import cpu, generations, hopper, portable, resources, split_kv, tuned
+from rowmax.plan import cpu, generations, hopper, hopper_backward, portable, resources, split_kv, tuned
+from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -23,7 +24,7 @@ CANDIDATES: dict[str, Any] = {
     **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED, "split_kv": split_kv, "hopper": hopper},
     **{"q_outer": portable, "kv_outer": generations.KV_OUTER, "dense": generations.DENSE},
 }
-BACKWARD_OF = dict.fromkeys(("split_kv", "hopper", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
+BACKWARD_OF = dict.fromkeys(("split_kv", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
 PAGED = ("gathered", "split_kv")  # those that read pages
 
 
@@ -31,8 +32,8 @@ PAGED = ("gathered", "split_kv")  # those that read pages
 class Plan:
     """Attributes:
     algorithm: a name in `CANDIDATES`.
-    tiles: forward: one; backward: the tile of the dQ kernel, then that of the dK/dV kernel, or one for dK and one for dV,
-        which then run apart (CPU: one, for all).
+    tiles: forward: one; backward: of `hopper` one, of `q_outer` the tile of the dQ kernel, then that of the dK/dV kernel, or
+        one for dK and one for dV, which then run apart (CPU: one, for all).
     reason: why this candidate and these tiles, with the measurement where there is one.
     refusals: `(candidate, reason)` for each candidate that was passed over.
     """
@@ -59,7 +60,9 @@ class Plan:
             return cls(match[1])
         first, *others = match[2].split(",")
         parse = {"hopper": hopper.HopperTile.parse, "split_kv": split_kv.SplitTile.parse}.get(match[1], Tile.parse)
-        return cls(match[1], (parse(first), *map(Tile.parse, others)))  # those of the backward are plain in each
+        marked = (HopperBackwardTile.parse if hopper_backward.MARK in text.split() else None for text in (first, *others))
+        kinds = zip((parse, *[Tile.parse] * len(others)), marked, (first, *others), strict=True)
+        return cls(match[1], tuple((of_backward or of_place)(text) for of_place, of_backward, text in kinds))
 
 
 class _Wanted(NamedTuple):
@@ -105,15 +108,25 @@ def by_table(
         return _choose(problem, device, direction, aligned)
     wanted = Plan.parse(prefer)
     forward = direction == "forward"
-    algorithm = wanted.algorithm if forward else BACKWARD_OF.get(wanted.algorithm, wanted.algorithm)
+    backward = _backward_of(wanted, problem, device, aligned)
+    algorithm = wanted.algorithm if forward else backward
     tiles, behind = wanted.tiles[:1] if forward else wanted.tiles[1:], len(wanted.tiles[1:])
-    if behind and (reason := resources.miscount("backward", wanted.algorithm, behind)):  # in the forward, before it is too late
+    if behind and (reason := resources.miscount("backward", backward, behind)):  # in the forward, before it is too late
         raise Unsupported(f"'{prefer}': behind the tile of the forward are those of the backward", {wanted.algorithm: reason})
     chosen = _choose(problem, device, direction, aligned, _Wanted(algorithm, tiles, "tiles as asked for", "was asked for"))
     if algorithm != wanted.algorithm:
-        reason = f"{wanted.algorithm} has a forward only, its gradients are {algorithm}'s; {chosen.reason}"
+        reason = f"{wanted.algorithm} has no backward here, its gradients are {algorithm}'s; {chosen.reason}"
         chosen = replace(chosen, reason=reason)
     return chosen
+
+
+def _backward_of(wanted: Plan, problem: Problem, device: Device, aligned: bool) -> str:
+    """Whose backward runs behind a forward that was asked for: the one whose tiles are given, or its own where it has one."""
+    if wanted.algorithm != "hopper":
+        return BACKWARD_OF.get(wanted.algorithm, wanted.algorithm)
+    if wanted.tiles[1:]:
+        return "hopper" if isinstance(wanted.tiles[1], HopperBackwardTile) else "q_outer"
+    return "hopper" if aligned and not hopper.refuses(problem, device, "backward") else "q_outer"
 
 
 def forget() -> None:

@@ -1,4 +1,6 @@
-"""`hopper`, the forward for NVIDIA Hopper in Gluon: warps that fetch and warps that compute (`kernels/gluon/forward.py`).
+"""`hopper`, for NVIDIA Hopper in Gluon: warps that fetch and warps that compute (`kernels/gluon/forward.py`).
+
+Its backward has tiles of its own: `hopper_backward.py`.
 
 Measured on an H200 with triton 3.6.0, bf16, beside FlashAttention-3: `benchmarks/results/`.
 """
@@ -14,6 +16,7 @@ import torch
 from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.mask import Band
+from rowmax.plan import hopper_backward
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -112,8 +115,6 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"runs on a GPU; the tensors are on {device.kind}"
     if device.capability != (9, 0):
         return f"needs compute capability 9.0; {device.name} has {device.capability[0]}.{device.capability[1]}"
-    if direction != "forward":
-        return "has a forward only"
     if not problem.plain:
         return "computes plain scores only: no soft-cap, ALiBi or sink logits"
     if problem.dtype not in (torch.float16, torch.bfloat16):
@@ -123,7 +124,7 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     version = triton_version()
     if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
-    return None
+    return hopper_backward.refuses(problem) if direction == "backward" else None
 
 
 def passes_over(problem: Problem) -> Optional[str]:
@@ -166,6 +167,9 @@ def _shared_bytes(problem: Problem, tile: HopperTile, columns: int) -> int:
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
+    if direction == "backward":
+        tile, why = hopper_backward.tiles(problem)
+        return (tile,), why
     first, second, block_dv = padded_dims(problem)
     size = max(first + second, block_dv)
     *tiles_of_row, reached = next(row for largest, row in _TABLE.items() if size <= largest)

@@ -10,9 +10,10 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
-from rowmax.plan import hopper, split_kv
+from rowmax.plan import hopper, hopper_backward, split_kv
 from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import HopperTile, padded_dims
+from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -30,9 +31,13 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
         return split_kv.misfit(problem, device, tiles[0])
     if algorithm in ON_CPU:
         return next((f"{tile}: {found}" for tile in tiles if (found := _misfit_of_cpu(tile))), None)
+    if algorithm == "hopper" and direction == "backward":
+        (only,) = tiles
+        found = hopper_backward.misfit(problem, only) if isinstance(only, HopperBackwardTile) else "is no tile of its backward"
+        return f"{only}: {found}" if found else None
     names = (algorithm,) if algorithm in BY_NAME else KERNELS[direction, len(tiles)]
     for kernel, tile in zip(names, tiles, strict=True):
-        if isinstance(tile, HopperTile) != (algorithm == "hopper"):
+        if type(tile) is not (HopperTile if algorithm == "hopper" else Tile):
             return f"{tile} is no tile of {algorithm}"
         found = _misfit_of_hopper(tile) if isinstance(tile, HopperTile) else _misfit_of_portable(tile)
         if not found and kernel in BY_NAME and tile.descriptors:
@@ -46,7 +51,8 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
 
 def miscount(direction: str, algorithm: str, number: int) -> Optional[str]:
     """Why no plan of `algorithm` has that many tiles for one direction, or None."""
-    numbers = (1,) if direction == "forward" else (1, 2) if algorithm in ON_CPU else (2, 3)
+    one = direction == "forward" or algorithm == "hopper"
+    numbers = (1,) if one else (1, 2) if algorithm in ON_CPU else (2, 3)
     if number in numbers:
         return None
     return f"a {direction} takes {'one tile' if numbers == (1,) else '{} or {} tiles'.format(*numbers)}, not {number}"

@@ -17,12 +17,11 @@ Who waits for whom:
   product with those of turn t - 2 is done. Before the first turn there is no dS: what is multiplied then is added to rows
   past the end of the tensor, which TMA leaves out; a branch would cost more. (Rows before the first it does not leave out:
   adding there is an illegal instruction.)
-* `APART`: a warpgroup of its own multiplies dQ, and the consumers have the registers of its sums for other things.
-* `AHEAD`: S of the next turn is multiplied at the end of this one, while dQ goes its way, and awaited there as well: a sum that
-  is in flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each
-  product is issued where those of an earlier one have become free.
-* `HELD`: K and V stay in the registers of their consumer. A product of 64 x 64 reads as much of either factor, and takes
-  shared memory as long as the tensor cores: what does not come from there leaves room for the rest of the traffic.
+* S of the next turn is multiplied at the end of this one, while dQ goes its way, and awaited there as well: a sum that is in
+  flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each product
+  is issued where those of an earlier one have become free.
+
+What was tried and was slower stands in `docs/lessons/hopper-backward.md`.
 
 NaN and infinities. Where a query does not see a key, P is 0, but 0 * NaN is NaN, in all three products. 64 keys whose dK or dV
 have a NaN leave a mark; these, and rows of dQ with a NaN, are computed once more by the kernel launched behind.
@@ -38,7 +37,6 @@ from rowmax.kernels.address import extent, find_sequence, line_begin
 from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
     column_layout,
-    key_layout,
     line_layout,
     number_layout,
     out_layout,
@@ -59,7 +57,6 @@ from rowmax.kernels.gluon.ring import (
     open_ring,
     open_shares,
     release,
-    wait_empty,
     wait_full,
 )
 from rowmax.kernels.tile_ops import end_query, first_query, query_ranges
@@ -83,8 +80,7 @@ class Build:
         BLOCK_M: queries of a tile.
         STAGES: Q and dO tiles in flight.
         CONSUMERS: of 64 keys each.
-        AHEAD, APART, HELD: see above.
-        REGISTERS, SUMMER_REGISTERS, PRODUCER_REGISTERS: of one thread; the second with `APART` only.
+        REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
 
     PACKED: bool
@@ -96,11 +92,7 @@ class Build:
     BLOCK_DV: int
     STAGES: int
     CONSUMERS: int
-    AHEAD: bool
-    APART: bool
-    HELD: bool
     REGISTERS: int
-    SUMMER_REGISTERS: int
     PRODUCER_REGISTERS: int
 
     def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
@@ -284,25 +276,6 @@ def _add(dq, dq_buffer, line, row, dq_source, PART: gl.constexpr, BUILD: gl.cons
 
 
 @gluon.jit
-def _summer(line, ranges, sources, buffers, rings, BUILD: gl.constexpr):
-    """dQ, where the consumers leave it to a warpgroup of its own."""
-    _q, _do, _k, _v, _lse, _delta, dq_source, _dk, _dv = sources
-    _q_buffers, _do_buffers, k_buffers, _v_buffers, _lse_buffers, _delta_buffers, dq_buffers, shares = buffers
-    _q_ring, _do_ring, k_ring, _v_ring, share_ring = rings
-    turns, row, _final, _full, _full_end = ranges
-    for c in gl.static_range(BUILD.CONSUMERS):
-        wait_full(k_ring, c, BUILD.CONSUMERS, turns > 0)
-    for turn in range(turns):
-        wait_full(share_ring, turn, SHARES)
-        dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turn, 0, BUILD)])
-        release(share_ring, turn, SHARES)
-        _add(dq, dq_buffers.index(0), line, row, dq_source, 0, BUILD)
-        row, line = following(row, line, ranges, BUILD)
-    meet(BUILD.CONSUMERS + 1)
-    store_wait(0)
-
-
-@gluon.jit
 def _consumer(
     line, ranges, notes, band, scale_log2, out, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
@@ -319,28 +292,17 @@ def _consumer(
     for c in gl.static_range(BUILD.CONSUMERS):
         wait_full(k_ring, c, BUILD.CONSUMERS, wanted)
     wait_full(v_ring, CONSUMER, BUILD.CONSUMERS, wanted)
+    wait_full(q_ring, row * 0, BUILD.STAGES, wanted)
     k = k_buffers.index(CONSUMER).reshape([KEYS, BUILD.BLOCK_D])
-    v = v_buffers.index(CONSUMER).reshape([KEYS, BUILD.BLOCK_DV])
-    if BUILD.HELD:
-        k = k.load(key_layout(BUILD.BLOCK_M))
-        v = v.load(key_layout(BUILD.BLOCK_M))
-    if BUILD.AHEAD:
-        wait_full(q_ring, row * 0, BUILD.STAGES, wanted)
-        s = warpgroup_mma_wait(0, deps=[_scores(k, q_buffers.index(0).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D]), BUILD)])
+    s = warpgroup_mma_wait(0, deps=[_scores(k, q_buffers.index(0).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D]), BUILD)])
     for turn in range(turns):
         i = buffer_of(turn, BUILD.STAGES)
-        if not BUILD.HELD:
-            k = k_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_D])
-            v = v_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_DV])
+        k = k_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_D])
+        v = v_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_DV])
         q = q_buffers.index(i).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D])
         do = do_buffers.index(i).reshape([BUILD.BLOCK_M, BUILD.BLOCK_DV])
-        if not BUILD.AHEAD:
-            wait_full(q_ring, turn, BUILD.STAGES)
-            s = _scores(k, q, BUILD)
         wait_full(do_ring, turn, BUILD.STAGES)
         dp = _scores(v, do, BUILD)
-        if not BUILD.AHEAD:
-            s = warpgroup_mma_wait(1, deps=[s])
         lse = lse_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
         p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
         if (row < full) | (row >= full_end):
@@ -350,57 +312,26 @@ def _consumer(
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = delta_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
         ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
         before = turn + 3  # the turn before, two rounds later: not negative, and none is awaited in the first turn
-        share = shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER)
-        if BUILD.APART:
-            dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
-            wait_empty(share_ring, turn, SHARES)
-            share.store(ds)
-            fence_async_shared()
-            give(share_ring, turn, SHARES)
-            if BUILD.AHEAD:
-                dv = warpgroup_mma_wait(1, deps=[dv])
-                s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
-                dk = warpgroup_mma_wait(1, deps=[dk])
-                release(q_ring, turn, BUILD.STAGES)
-                s = warpgroup_mma_wait(0, deps=[s])
-            else:
-                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-                release(q_ring, turn, BUILD.STAGES)
-        else:
-            last_row, last_line = preceding(row, line, turn, ranges, BUILD)
-            if BUILD.AHEAD:
-                dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
-                wait_full(share_ring, before, SHARES)
-                dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
-                share.store(ds)
-                dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])
-                release(q_ring, turn, BUILD.STAGES)
-                s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
-                dq = warpgroup_mma_wait(1, deps=[dq])
-                _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
-                give(share_ring, turn, SHARES)
-                s = warpgroup_mma_wait(0, deps=[s])
-            else:
-                wait_full(share_ring, before, SHARES)
-                dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
-                dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
-                share.store(ds)
-                dq = warpgroup_mma_wait(1, deps=[dq])
-                _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
-                give(share_ring, turn, SHARES)
-                dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-                release(q_ring, turn, BUILD.STAGES)
+        wait_full(share_ring, before, SHARES)
+        dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
+        shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER).store(ds)
+        dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])
+        release(q_ring, turn, BUILD.STAGES)
+        s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        last_row, last_line = preceding(row, line, turn, ranges, BUILD)
+        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+        give(share_ring, turn, SHARES)
+        s = warpgroup_mma_wait(0, deps=[s])
         row, line = following(row, line, ranges, BUILD)
-    if not BUILD.APART:
-        if turns > 0:
-            wait_full(share_ring, turns - 1, SHARES)
-            dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turns - 1, CONSUMER, BUILD)])
-            last_row, last_line = preceding(row, line, turns, ranges, BUILD)
-            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
-        meet(BUILD.CONSUMERS)  # nobody reads K any more: dK goes where it was
-    else:
-        meet(BUILD.CONSUMERS + 1)
+    if turns > 0:
+        wait_full(share_ring, turns - 1, SHARES)
+        dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turns - 1, CONSUMER, BUILD)])
+        last_row, last_line = preceding(row, line, turns, ranges, BUILD)
+        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+    meet(BUILD.CONSUMERS)  # nobody reads K any more: dK goes where it was
     dk_ptr, dv_ptr, suspect_ptr, heads = out
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
@@ -471,8 +402,7 @@ def backward_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, KEYS, 1, BUILD.BLOCK_DV], v_source.layout)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
     delta_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
-    PARTS: gl.constexpr = 1 if BUILD.APART else BUILD.CONSUMERS
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [PARTS, 1, SIDE, SIDE], sum_layout())
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.CONSUMERS, 1, SIDE, SIDE], sum_layout())
     shares = gl.allocate_shared_memory(dtype, [SHARES * BUILD.CONSUMERS, KEYS, BLOCK_M], share_layout(BLOCK_M, dtype))
     q_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
     do_full, _ = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
@@ -515,16 +445,8 @@ def backward_kernel(
     buffers = (q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares)
     rings = (q_ring, do_ring, k_ring, v_ring, share_ring)
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
-    if BUILD.APART:
-        gl.warp_specialize([
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
-            (_summer, (line, ranges, sources, buffers, rings, BUILD)),
-            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
-        ], [4, 4, 1], [BUILD.REGISTERS, BUILD.SUMMER_REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
-            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
-        ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
+        (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
+        (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+    ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
