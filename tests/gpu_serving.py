@@ -15,6 +15,7 @@ import torch
 
 import rowmax
 from rowmax import PagedProblem, Problem, testing
+from rowmax.problem import Operands
 from rowmax.testing import paged
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,14 +74,14 @@ def larger_paged_calls_are_right():
 
 @check
 def multi_head_latent_attention_reads_its_memory_once():
-    """Values that are the first columns of the keys: the same numbers as from a copy."""
+    """Values that are the first columns of the keys, in the same memory."""
     problem = PagedProblem.parse("b4 h16/1 q2 k512 d576/512 bf16 causal paged64")
-    given = paged.paged_operands(problem, [(2, 512), (2, 300), (2, 1), (2, 65)], device="cuda")[0]
+    given, flat, packed = paged.paged_operands(problem, [(2, 512), (2, 300), (2, 1), (2, 65)], device="cuda")
     shared = given._replace(v_pages=given.k_pages[..., :512])
-    apart = given._replace(v_pages=shared.v_pages.clone())
     for splits in (1, 3):
-        for one, other in zip(*(paged.attend_paged(problem, x, num_splits=splits) for x in (shared, apart)), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+        results = paged.as_packed(problem, *paged.attend_paged(problem, shared, num_splits=splits))
+        report = testing.check_forward(flat, packed._replace(v=packed.k[..., :512]), *results)
+        assert report.ok, str(report)
 
 
 @check
@@ -183,6 +184,96 @@ def pages_beyond_two_to_the_31_elements():
     )
     for one, other in zip(paged.attend_paged(problem, moved), paged.attend_paged(problem, small), strict=True):
         assert torch.equal(one, other)
+
+
+@check
+def appends_are_those_of_the_cpu():
+    """Packed and not, rotated and not, in every type; NaN around them stays where it is."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    lengths, counts = torch.tensor([700, 33, 0, 1024]), torch.tensor([100, 33, 0, 1])
+    table = torch.randperm(4 * 64, generator=generator).view(4, 64)
+    theta = torch.arange(1024)[:, None] * 10.0 ** -(torch.arange(32) / 8)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for interleaved in (None, False, True):
+            pages = [torch.full((256, 16, 2, dim), float("nan"), dtype=dtype) for dim in (128, 80)]
+            new = [draw(int(counts.sum()) + 3, 2, dim).to(dtype) for dim in (128, 80)]
+            cu = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            on_gpu = [t.cuda() for t in pages]
+            angles = {} if interleaved is None else {"rotary_cos": theta.cos(), "rotary_sin": theta.sin()}
+            given = {"cu_seqlens": cu, "interleaved": bool(interleaved), **angles}
+            rowmax.append_kv(*pages, *new, table, lengths, **given)
+            there = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+            rowmax.append_kv(*on_gpu, *(t.cuda() for t in new), table.cuda(), lengths.cuda(), **there)
+            for one, other in zip(on_gpu, pages, strict=True):
+                exact = {"rtol": 0, "atol": 0} if interleaved is None else {}
+                torch.testing.assert_close(one.cpu(), other, equal_nan=True, **exact)
+
+
+@check
+def a_cache_is_served_without_waiting_for_the_device():
+    """1,000 random steps of growing, forking, ending and attending, without one synchronisation: memory does not grow, and what
+    a sequence attends to is what its own tokens give."""
+    cache = rowmax.PagedKVCache(512, page_size=16, heads=2, dim=64, max_sequences=16, dtype=torch.bfloat16, device="cuda")
+    rnd, texts, written = random.Random(0), {}, 0
+    memory, results = 0, []
+    everything = torch.randn(40_000, 2, 64, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+
+    def grow():
+        nonlocal written
+        chosen = rnd.sample(sorted(texts), rnd.randint(1, len(texts)))
+        count = rnd.choice((1, 1, 1, 5, 40))
+        try:
+            step = cache.extend(chosen, count)
+        except rowmax.CacheFull:
+            end()
+            return
+        rows = range(written, written + count * len(chosen))
+        written = rows.stop
+        new = everything[rows.start : rows.stop].view(len(chosen), count, 2, 64)
+        cache.append(step, new, new)
+        for i, sequence in enumerate(chosen):
+            texts[sequence] = [*texts[sequence], *rows[i * count : (i + 1) * count]]
+        out = cache.attend(step, new.repeat(1, 1, 4, 1))
+        if turn % 50 == 49:
+            results.append((texts[chosen[0]], out[0, -1].clone()))
+
+    def end():
+        sequence = rnd.choice(sorted(texts))
+        cache.free(sequence)
+        del texts[sequence]
+
+    for turn in range(1000):
+        if turn == 100:
+            torch.cuda.synchronize()
+            memory = torch.cuda.memory_allocated()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            if not texts or (len(texts) < 16 and rnd.random() < 0.1):
+                texts[cache.add()] = []
+            elif len(texts) < 16 and rnd.random() < 0.1:
+                source = rnd.choice(sorted(texts))
+                texts[cache.fork(source)] = texts[source]
+            elif rnd.random() < 0.08:
+                end()
+            elif written < 39_000:
+                grow()
+        finally:
+            if turn == 999:
+                torch.cuda.set_sync_debug_mode("default")
+        cache.check()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - memory < 2**20, "memory grew"
+    for text, got in results:
+        keys = everything[torch.tensor(text, device="cuda")][None]
+        query = keys[:, -1:].repeat(1, 1, 4, 1)
+        problem = Problem.parse(f"b1 h8/2 q1 k{len(text)} d64 bf16")
+        report = testing.check_forward(problem, Operands(query, keys, keys), got[None, None])
+        assert report.ok, str(report)
 
 
 def main() -> int:

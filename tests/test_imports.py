@@ -39,7 +39,8 @@ ALLOWED = {
     "cli": {"cli", "analysis", "testing", *PUBLIC},
     "__main__": {"cli"},
     "explain": {"plan", "problem", "device", "errors"},
-    "__init__": {*PUBLIC, "paged", "serving", "explain"},
+    "__init__": {*PUBLIC, "paged", "serving", "cache", "explain"},
+    "cache": {"serving", "errors"},
 }
 EXTRA = {"analysis/measure.py": {"testing"}, "cli/tune.py": {"ops"}}
 ONLY_STANDARD_LIBRARY = {"mask", "numerics", "errors"}

@@ -2,24 +2,28 @@
 
 from rowmax import reference
 from rowmax.api import attention, attention_varlen, merge, prepare
+from rowmax.cache import CacheFull, PagedKVCache
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.explain import explain
 from rowmax.mask import Band
-from rowmax.paged import PagedProblem
+from rowmax.paged import PagedProblem, rotate
 from rowmax.plan import Plan, plan
 from rowmax.problem import Problem
-from rowmax.serving import attention_paged
+from rowmax.serving import append_kv, attention_paged
 
 __version__ = "0.1.0"
 __all__ = [
     "Band",
+    "CacheFull",
     "Device",
+    "PagedKVCache",
     "PagedProblem",
     "Plan",
     "Problem",
     "ProblemError",
     "Unsupported",
+    "append_kv",
     "attention",
     "attention_paged",
     "attention_varlen",
@@ -28,4 +32,5 @@ __all__ = [
     "plan",
     "prepare",
     "reference",
+    "rotate",
 ]

@@ -1,4 +1,5 @@
-"""The torch operators of serving: `rowmax::paged` and `rowmax::paged_into`, attention over a paged cache.
+"""The torch operators of serving: `rowmax::paged` and `rowmax::paged_into`, attention over a paged cache, and
+`rowmax::append_kv`, which writes new keys and values into it.
 
 They validate (`PagedProblem.describe`), take the plan and run it, as `ops` does for dense and packed tensors. There are no
 gradients. Called by `serving`.
@@ -12,7 +13,7 @@ from rowmax.cpu import paged as cpu_paged
 from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.ops import MOST, ON_CPU, PLAIN, _form, _own_precision, kernels
-from rowmax.paged import PagedOperands, PagedProblem
+from rowmax.paged import AppendOperands, PagedOperands, PagedProblem, check_append
 from rowmax.plan import plan
 
 _LIBRARY = torch.library.Library("rowmax", "FRAGMENT")
@@ -151,3 +152,44 @@ def _paged_into_autograd(out, need_lse, q, k, v, *rest):
 
 _LIBRARY.impl("paged", _paged_autograd, "Autograd")
 _LIBRARY.impl("paged_into", _paged_into_autograd, "Autograd")
+
+
+# ---- append ---------------------------------------------------------------------------------------------------------
+
+_LIBRARY.define(
+    "append_kv(Tensor(a!) k_pages, Tensor(b!)? v_pages, Tensor k, Tensor? v, Tensor block_table, Tensor seqlens_k, "
+    "Tensor? cu_seqlens, Tensor? cos, Tensor? sin, bool interleaved) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+APPEND = torch.ops.rowmax.append_kv.default
+
+
+def _append_on_the_cpu(*call):
+    operands = AppendOperands(*call[:-1])
+    check_append(operands)
+    cpu_paged.append(operands, call[-1])
+
+
+def _append_by_kernels(*call):
+    operands = AppendOperands(*call[:-1])
+    check_append(operands)
+    kernels()
+    from rowmax.kernels.decode_launch import append
+
+    append(operands, call[-1])
+
+
+def _append_autograd(*call):
+    _refuse_gradients(*(t for t in call[:4] if t is not None))
+    with torch._C._AutoDispatchBelowAutograd():
+        APPEND(*call)
+
+
+_LIBRARY.impl("append_kv", _append_on_the_cpu, "CPU")
+_LIBRARY.impl("append_kv", _append_by_kernels, "CUDA")
+_LIBRARY.impl("append_kv", _append_autograd, "Autograd")
+
+
+@torch.library.register_fake("rowmax::append_kv", lib=_LIBRARY)
+def _append_fake(*call):
+    check_append(AppendOperands(*call[:-1]))

@@ -34,6 +34,20 @@ class PagedOperands(NamedTuple):
     cu_seqlens_q: Optional[torch.Tensor] = None  # [B + 1]
 
 
+class AppendOperands(NamedTuple):
+    """The tensors of one append. k `[B, Hk, D]`, `[B, T, Hk, D]`, or with `cu_seqlens` packed `[T, Hk, D]`; v alike or None."""
+
+    k_pages: torch.Tensor  # [page, slot, Hk, D]
+    v_pages: Optional[torch.Tensor]
+    k: torch.Tensor
+    v: Optional[torch.Tensor]
+    block_table: torch.Tensor  # [B, pages of a sequence]
+    seqlens_k: torch.Tensor  # [B], with the new tokens
+    cu_seqlens: Optional[torch.Tensor] = None  # [B + 1]
+    cos: Optional[torch.Tensor] = None  # [positions, pairs of columns]
+    sin: Optional[torch.Tensor] = None
+
+
 @dataclass(frozen=True)
 class PagedProblem(Problem):
     """What is known of a call over a paged cache without reading its tensors.
@@ -202,9 +216,71 @@ def check_values(problem: PagedProblem, operands: PagedOperands) -> None:
                 f"(sequence {b} has {length} keys)."
             )
     if cu is not None:
-        values = cu.tolist()
-        if values[0] != 0 or any(y < x for x, y in pairwise(values)) or values[-1] > q.shape[0]:
+        check_bounds(cu, q.shape[0])
+
+
+def check_bounds(cu: torch.Tensor, rows: int) -> None:
+    """As `check_values`, of the bounds of packed sequences."""
+    values = cu.tolist()
+    if values[0] != 0 or any(y < x for x, y in pairwise(values)) or values[-1] > rows:
+        raise ProblemError(
+            f"cu_seqlens_q must start at 0, never decrease and end at most at {rows} (the rows that arrived); "
+            f"got {values[:8]}{', ...' if len(values) > 8 else ''}."
+        )
+
+
+def check_append(operands: AppendOperands) -> None:
+    """Validate the tensors of an append; reads no device memory.
+
+    Raises:
+        ProblemError: what arrived, what is required and the fix.
+    """
+    k_pages, v_pages, k, v, table, lengths, cu, cos, sin = operands
+    if (v_pages is None) != (v is None):
+        raise ProblemError("v and v_pages come together, or neither where values are columns of the keys.")
+    # A call of attention with k for q has the same layouts, lengths and devices.
+    _check_tensors(PagedOperands(k, k_pages, k_pages if v_pages is None else v_pages, table, lengths, cu))
+    pairs = [("k", k, k_pages)] if v is None or v_pages is None else [("k", k, k_pages), ("v", v, v_pages)]
+    for name, new, pages in pairs:
+        if new.dim() != k.dim() or new.shape[:-2] != k.shape[:-2] or new.shape[-2:] != pages.shape[-2:]:
             raise ProblemError(
-                f"cu_seqlens_q must start at 0, never decrease and end at most at {q.shape[0]} (the rows that arrived); "
-                f"got {values[:8]}{', ...' if len(values) > 8 else ''}."
+                f"{name} must have k's tokens and the heads and dimension of its pages; got {list(new.shape)} beside k "
+                f"{list(k.shape)} and pages {list(pages.shape)}."
             )
+        if new.dtype != pages.dtype or (new.shape[-1] > 1 and new.stride(-1) != 1):
+            raise ProblemError(
+                f"{name} must be {pages.dtype} with stride 1 in its last dimension; got {new.dtype}, {new.stride()}."
+            )
+    if table.shape[0] != lengths.shape[0] or (cu is None and k.shape[0] != lengths.shape[0]):
+        raise ProblemError(
+            f"block_table, seqlens_k and k must name the same sequences; got {list(table.shape)}, {list(lengths.shape)} and "
+            f"{list(k.shape)}. For sequences of different lengths, packed in k, pass cu_seqlens."
+        )
+    if (cos is None) != (sin is None):
+        raise ProblemError("rotary_cos and rotary_sin come together.")
+    for name, angle in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if angle is None or cos is None:
+            continue
+        if angle.dim() != 2 or angle.shape != cos.shape or not 0 < 2 * angle.shape[1] <= k.shape[-1] or not angle.shape[0]:
+            raise ProblemError(
+                f"{name} must have shape [positions, pairs of columns], at most {k.shape[-1] // 2} pairs; got "
+                f"{list(angle.shape)}."
+            )
+        if not angle.is_floating_point() or angle.device != k.device or angle.stride(-1) != 1:
+            raise ProblemError(f"{name} must hold floating-point numbers on {k.device}, rows without gaps; got {angle.dtype}.")
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotary embedding of the first columns of x `[..., H, D]` by angles whose `cos` and `sin` are `[..., pairs]`.
+
+    The pairs are columns (i, pairs + i), or with `interleaved` (2i, 2i + 1). Computed in fp32 at least, rounded once.
+    Method: Su et al., "RoFormer" (2021), section 3.4.2.
+    """
+    pairs = cos.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    part = x[..., : 2 * pairs].to(wide)
+    one, two = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., :pairs], part[..., pairs:])
+    cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
+    turned = (one * cos - two * sin, two * cos + one * sin)
+    turned_part = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([turned_part.to(x.dtype), x[..., 2 * pairs :]], -1)

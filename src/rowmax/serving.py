@@ -1,4 +1,4 @@
-"""The public calls of serving: attention over a paged KV cache."""
+"""The public calls of serving: attention over a paged KV cache, and writing new keys and values into it."""
 
 from typing import Optional, Union
 
@@ -8,7 +8,7 @@ from rowmax.api import Window, _band, _hint, _number
 from rowmax.eager import _somebody_listens as somebody_listens
 from rowmax.errors import ProblemError
 from rowmax.ops import in_forward_mode
-from rowmax.ops_paged import PAGED, PAGED_INTO, run
+from rowmax.ops_paged import APPEND, PAGED, PAGED_INTO, run
 from rowmax.plan import Plan
 
 
@@ -91,6 +91,42 @@ def attention_paged(
         if given_out is not None:
             torch.autograd.graph.increment_version(out)  # a graph of autograd that saved it notices that it changed
     return (out, lse) if return_lse else out
+
+
+def append_kv(
+    k_pages: torch.Tensor,
+    v_pages: Optional[torch.Tensor],
+    k: torch.Tensor,
+    v: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    *,
+    cu_seqlens: Optional[torch.Tensor] = None,
+    rotary_cos: Optional[torch.Tensor] = None,
+    rotary_sin: Optional[torch.Tensor] = None,
+    interleaved: bool = False,
+) -> None:
+    """Write the keys and values of new tokens into the pages of their sequences, in place.
+
+    Args:
+        k_pages, v_pages, block_table, seqlens_k: as for `attention_paged`, and to be handed to it afterwards: the lengths
+            count the new tokens, which come last.
+        k: `[B, Hk, D]` (one token of each sequence), `[B, T, Hk, D]`, or with `cu_seqlens` packed `[T, Hk, D]`.
+        v: alike with Dv for D; with `v_pages=None` also None, where values are columns of the keys.
+        rotary_cos, rotary_sin: `[positions, pairs]`: rotate the first `2 * pairs` columns of a key by the angles of its
+            position (`rotate` does the same to queries).
+        interleaved: pairs are columns (2i, 2i + 1) instead of (i, pairs + i).
+
+    A token whose place is outside of the table, or in a page that is not there, is not written; on the CPU it is an error.
+    Never reads lengths or tables back from a GPU.
+
+    Raises:
+        ProblemError: what arrived, what is required and the fix.
+    """
+    for name, tensor in {"k_pages": k_pages, "k": k, "block_table": block_table, "seqlens_k": seqlens_k}.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin, interleaved)
 
 
 def _dispatched(q, k, v) -> bool:

@@ -12,6 +12,8 @@ import paged_cases
 pytest.importorskip("triton")
 import canaries
 
+from rowmax.kernels import decode_launch
+from rowmax.paged import AppendOperands
 from rowmax.testing import paged
 
 LENGTHS = [(4, 30), (1, 9), (7, 20)]
@@ -36,3 +38,34 @@ def test_neighbours_of_a_good_call_are_left_alone(parts, heads_first):
     operands, flat, packed = paged.paged_operands(problem, LENGTHS, heads_first=heads_first)
     report = paged.check_forward(flat, packed, *canaries.run_guarded_paged(problem, operands, f"split_kv[16x16 w4 s2 {parts}]"))
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"block_table": torch.full((2, 2), 99)},
+        {"block_table": torch.full((2, 2), -1)},
+        {"seqlens_k": torch.tensor([2**31 - 1, 40])},
+        {"seqlens_k": torch.tensor([0, -5])},
+        {"cu_seqlens": torch.tensor([7, -3, 2**31 - 1])},
+        {"cu_seqlens": torch.tensor([-(2**31), 99, 99]), "seqlens_k": torch.tensor([4, 4])},
+    ],
+)
+def test_appended_tokens_without_a_place_are_not_written(lies):
+    """Nor read from outside; what has a place is at most what two sequences of three tokens have."""
+    given = {
+        "k_pages": torch.zeros(3, 4, 1, 2),
+        "v_pages": torch.zeros(3, 4, 1, 2),
+        "k": torch.ones(6, 1, 2),
+        "v": torch.ones(6, 1, 2),
+        "block_table": torch.tensor([[0, 2], [1, 1]]),
+        "seqlens_k": torch.tensor([3, 3]),
+        "cu_seqlens": torch.tensor([0, 3, 6]),
+        "cos": torch.ones(2, 1),
+        "sin": torch.zeros(2, 1),
+    }
+    operands = AppendOperands(**{**given, **lies})
+    with canaries.active():
+        decode_launch.append(operands, False)
+    for pages in operands[:2]:
+        assert bool(((pages == 0) | (pages == 1)).all()), "memory outside was read"

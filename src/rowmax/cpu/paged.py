@@ -6,7 +6,8 @@ Memory is that of the longest sequence. Pages behind a sequence's length are not
 import torch
 
 from rowmax import cpu
-from rowmax.paged import PagedOperands, PagedProblem, check_values
+from rowmax.errors import ProblemError
+from rowmax.paged import AppendOperands, PagedOperands, PagedProblem, check_bounds, check_values, rotate
 from rowmax.plan import Plan
 from rowmax.problem import Operands
 
@@ -34,3 +35,44 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
             lse[b].copy_(result_lse[0].view(lse[b].shape))
         elif need_lse:
             lse[:, rows].copy_(result_lse[0])
+
+
+def append(operands: AppendOperands, interleaved: bool) -> None:
+    """Writes new keys and values into their pages.
+
+    Raises:
+        ProblemError: a token has no place; names the sequence. Nothing is written then.
+    """
+    k_pages, v_pages, k, v, table, lengths, cu, cos, sin = operands
+    size, columns = k_pages.shape[1], table.shape[1]
+    if cu is None:
+        counts = torch.full_like(lengths, 1 if k.dim() == 3 else k.shape[1])
+        k, v = k.reshape(-1, *k.shape[-2:]), None if v is None else v.reshape(-1, *v.shape[-2:])
+    else:
+        check_bounds(cu, k.shape[0])
+        counts = cu.diff()
+        k, v = k[: int(cu[-1])], None if v is None else v[: int(cu[-1])]
+    for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+        if count and not count <= length <= columns * size:
+            raise ProblemError(
+                f"seqlens_k[{b}] is {length} with {count} new tokens; the block table has room for {columns * size} "
+                f"({columns} pages of {size})."
+            )
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts.long())
+    place = torch.arange(len(sequence)) - (counts.cumsum(0) - counts).long()[sequence]
+    position = (lengths - counts).long()[sequence] + place
+    page = table[sequence, position // size].long()
+    wrong = ((page < 0) | (page >= k_pages.shape[0])).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise ProblemError(
+            f"block_table[{int(sequence[at])}, {int(position[at]) // size}] is {int(page[at])}, but there are pages 0 to "
+            f"{k_pages.shape[0] - 1}."
+        )
+    if cos is not None and sin is not None:
+        if len(position) and int(position.max()) >= cos.shape[0]:
+            raise ProblemError(f"rotary_cos has {cos.shape[0]} positions; a token is at {int(position.max())}.")
+        k = rotate(k, cos[position], sin[position], interleaved=interleaved)
+    k_pages[page, position % size] = k
+    if v is not None and v_pages is not None:
+        v_pages[page, position % size] = v

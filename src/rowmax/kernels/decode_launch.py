@@ -1,4 +1,4 @@
-"""Arguments, grids and launches of the decode and the combine kernel, for `plan/split_kv.py`.
+"""Arguments, grids and launches of the decode and the combine kernel, for `plan/split_kv.py`, and of the append kernel.
 
 `calls` is pure, as the functions of `launch.py` are; `Paged` serves `ops_paged`, `launch.Forward` calls over dense keys.
 """
@@ -9,11 +9,12 @@ import torch
 import triton
 
 from rowmax.kernels import launch
-from rowmax.kernels.launch import Call, _bounded, _strides
+from rowmax.kernels.launch import Call, _bounded, _padded, _strides
+from rowmax.kernels.triton.append import append_kernel
 from rowmax.kernels.triton.combine import combine_kernel
 from rowmax.kernels.triton.decode import decode_kernel
 from rowmax.numerics import LOG2E
-from rowmax.paged import PagedOperands, PagedProblem
+from rowmax.paged import AppendOperands, PagedOperands, PagedProblem
 from rowmax.plan import Plan
 from rowmax.plan.split_kv import SplitTile, least_turns, padded_dims, row_tiles
 from rowmax.plan.tile import Tile
@@ -84,9 +85,9 @@ def calls(
     rows = part_rows(problem, tile)
     piece = 1 if rows <= 16 else min(PIECE, max(WIDE // block_dv, 1))
     pieces = -(-rows // piece)
-    shape = (problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv)
     numbers = (
-        *(o_strides, _bounded(problem), *sizes, tile.parts, slots, rows, pieces, *shape),
+        *(o_strides, _bounded(problem), *sizes, tile.parts, slots, rows, pieces),
+        *(problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv),
         *(piece, least_turns(tile.block_n), batch_block, early),
     )
     warps = max(min(piece * block_dv // 512, 4), 1)
@@ -176,3 +177,29 @@ def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, pa
             build(out, lse, parts, lengths, cu, *numbers)
 
     return again
+
+
+def append_call(operands: AppendOperands, interleaved: bool) -> Call:
+    """Validated operands; there are rows, heads and sequences."""
+    k_pages, v_pages, k, v, table, lengths, cu, cos, sin = operands
+    packed = cu is not None
+    if k.dim() == 3 and not packed:
+        k, v = k.unsqueeze(1), None if v is None else v.unsqueeze(1)
+    heads, dim = k.shape[-2:]
+    dim_v = dim if v is None else v.shape[-1]
+    like = k if v is None else v
+    pages_like = k_pages if v_pages is None else v_pages
+    rows = k.shape[0] if packed else k.shape[0] * k.shape[1]
+    numbers = (
+        *(_strides(k), _strides(like), _strides(k_pages), _strides(pages_like), table.stride(0)),
+        *(*(0 if angle is None else angle.stride(0) for angle in (cos, sin)), lengths.shape[0]),
+        *(heads, k.shape[0] if packed else k.shape[1], table.shape[1], k_pages.shape[0], 0 if cos is None else cos.shape[0]),
+        *(dim, dim_v, _padded(dim), _padded(dim_v), k_pages.shape[1], 1 if cos is None else cos.shape[1], interleaved),
+    )
+    tensors = (k, v, k_pages, v_pages, table, lengths, cu, cos, sin)
+    return Call(append_kernel, rows * heads, tensors, numbers, Tile(1, 1, 1, 1))
+
+
+def append(operands: AppendOperands, interleaved: bool) -> None:
+    if operands.k.numel() and len(operands.seqlens_k):
+        launch._launch(operands.k.device, append_call(operands, interleaved))

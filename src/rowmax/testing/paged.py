@@ -6,7 +6,7 @@ sequence's last key hold NaN, as do pages of nobody, and entries of the block ta
 
 import math
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
@@ -42,7 +42,7 @@ def paged_operands(
         ids: type of the block table and the lengths.
     """
     queries, keys = (sum(pair[i] for pair in lengths) for i in (0, 1))
-    flat = problem.with_(packed=True, len_q=max(queries, problem.len_q if problem.packed else 0), len_k=keys)
+    flat: Any = problem.with_(packed=True, len_q=max(queries, problem.len_q if problem.packed else 0), len_k=keys)
     packed = operands(flat, kind, seed=seed, device=device, lengths=lengths)
     generator = torch.Generator().manual_seed(seed)
     size, columns = problem.page_size, problem.len_k // problem.page_size
@@ -66,7 +66,7 @@ def paged_operands(
     q = packed.q if problem.packed else packed.q.view(problem.batch, problem.len_q, *packed.q.shape[1:])
     counts = torch.tensor([length for _, length in lengths], dtype=ids, device=device)
     cu = packed.cu_seqlens_q.to(ids) if problem.packed and packed.cu_seqlens_q is not None else None
-    return PagedOperands(q, *pages, table.to(ids).to(device), counts, cu), flat, packed
+    return PagedOperands(q, pages[0], pages[1], table.to(ids).to(device), counts, cu), flat, packed
 
 
 def attend_paged(

@@ -1,0 +1,282 @@
+"""A paged KV cache: pages dealt out to sequences that grow, share prefixes and end.
+
+    cache = PagedKVCache(1024, page_size=16, heads=8, dim=128, dtype=torch.bfloat16, device="cuda")
+    a = cache.add()                            a sequence without tokens
+    step = cache.extend([a], 100)              room for 100 more tokens
+    cache.append(step, k, v)                   their keys and values, [1, 100, 8, 128]
+    out = cache.attend(step, q)                [1, 100, Hq, 128]
+    b = cache.fork(a)                          shares the pages of a until one of them grows
+
+The host knows which pages belong to whom; keys, values, the block table and the lengths lie on the device. Nothing is read back
+from it, and what it has to be told goes there in one small copy a step.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional, Union
+
+import torch
+
+from rowmax.errors import ProblemError
+from rowmax.serving import append_kv, attention_paged
+
+
+class CacheFull(RuntimeError):
+    """There are too few free pages, sequences or columns for what was asked; nothing was changed."""
+
+
+class Step(NamedTuple):
+    """The sequences of one step, as `append_kv` and `attention_paged` take them: with their new tokens, which come last."""
+
+    block_table: torch.Tensor  # int32 [B, pages of a sequence]
+    seqlens_k: torch.Tensor  # int32 [B]
+    cu_seqlens: Optional[torch.Tensor]  # int32 [B + 1]; None: every sequence has as many new tokens
+    longest: int  # most new tokens of a sequence
+
+
+class PagedKVCache:
+    """Attributes:
+    k_pages, v_pages: `[layer, page, slot, H, D]`; `v_pages` is the first `dim_v` columns of `k_pages` where `latent`.
+    free_pages: how many are free.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        *,
+        page_size: int = 16,
+        heads: int,
+        dim: int,
+        dim_v: Optional[int] = None,
+        layers: int = 1,
+        latent: bool = False,
+        max_sequences: int = 256,
+        max_length: Optional[int] = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: "str | torch.device" = "cpu",
+    ):
+        """Args:
+        pages, page_size: pages, and tokens in each.
+        heads, dim, dim_v: KV heads, head dimension of keys and (None: the same) of values.
+        layers: layers of a model, which share pages' numbers and lengths.
+        latent: values are the first `dim_v` columns of the keys and take no memory (multi-head latent attention).
+        max_sequences: sequences at a time.
+        max_length: tokens of a sequence at most; None: as many as the cache holds.
+        """
+        limits = {"pages": pages, "page_size": page_size, "layers": layers, "max_sequences": max_sequences}
+        for name, value in limits.items():
+            if value < 1:
+                raise ProblemError(f"{name} must be at least 1; got {value}.")
+        dim_v = dim if dim_v is None else dim_v
+        if latent and dim_v > dim:
+            raise ProblemError(f"latent values are columns of the keys: dim_v must be at most {dim}; got {dim_v}.")
+        self.page_size, self._latent = page_size, latent
+        self.k_pages = torch.zeros(layers, pages, page_size, heads, dim, dtype=dtype, device=device)
+        self.v_pages = (
+            self.k_pages[..., :dim_v]
+            if latent
+            else torch.zeros(layers, pages, page_size, heads, dim_v, dtype=dtype, device=device)
+        )
+        columns = pages if max_length is None else min(-(-max_length // page_size), pages)
+        self._table = torch.zeros(max_sequences, columns, dtype=torch.int32, device=device)
+        self._max_length = columns * page_size if max_length is None else min(max_length, columns * page_size)
+        self._free = list(reversed(range(pages)))  # the last is dealt next
+        self._users = [0] * pages  # sequences that have the page
+        self._rows = list(reversed(range(max_sequences)))
+        self._pages: dict[int, list[int]] = {}  # sequence (its row of the table) -> its pages
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return self._lengths[self._known(sequence)]
+
+    def add(self) -> int:
+        """A new sequence without tokens; the number that stands for it until it is freed."""
+        if not self._rows:
+            raise CacheFull(
+                f"all {self._table.shape[0]} sequences are in use; free one, or make the cache with more max_sequences."
+            )
+        sequence = self._rows.pop()
+        self._pages[sequence], self._lengths[sequence] = [], 0
+        return sequence
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens: it shares their pages. A page that is not full is copied when one grows."""
+        source = self._known(sequence)
+        other = self.add()
+        self._pages[other] = list(self._pages[source])
+        self._lengths[other] = self._lengths[source]
+        for page in self._pages[other]:
+            self._users[page] += 1
+        self._table[other].copy_(self._table[source])
+        return other
+
+    def free(self, sequence: int) -> None:
+        """End a sequence: pages that nobody shares are free again."""
+        self._release(self._pages.pop(self._known(sequence)))
+        del self._lengths[sequence]
+        self._rows.append(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens from `length` on, as when speculated ones were wrong."""
+        if not 0 <= length <= self.length(sequence):
+            raise ProblemError(f"sequence {sequence} has {self.length(sequence)} tokens; it cannot be cut to {length}.")
+        pages = self._pages[sequence]
+        kept = -(-length // self.page_size)
+        self._release(pages[kept:])
+        del pages[kept:]
+        self._lengths[sequence] = length
+
+    def extend(self, sequences: Sequence[int], tokens: Union[int, Sequence[int]]) -> Step:
+        """Room for new tokens, as many for each sequence or a number for each, before they are written by `append`.
+
+        Raises:
+            CacheFull: too few pages, or a sequence would become too long. Nothing was changed.
+            ProblemError: an unknown sequence, or one that is named twice.
+        """
+        rows = [self._known(sequence) for sequence in sequences]
+        same = isinstance(tokens, int)
+        counts = [tokens] * len(rows) if isinstance(tokens, int) else list(tokens)
+        if len(set(rows)) != len(rows) or len(counts) != len(rows) or any(count < 0 for count in counts):
+            raise ProblemError(f"extend takes each sequence once, with at least 0 tokens; got {list(sequences)} and {counts}.")
+        wanted = 0
+        for row, count in zip(rows, counts, strict=True):
+            length = self._lengths[row]
+            if length + count > self._max_length:
+                raise CacheFull(
+                    f"sequence {row} would have {length + count} tokens; a sequence has at most {self._max_length}."
+                )
+            wanted += self._new_pages(row, count) + self._must_copy(row, count)
+        wanted -= self._last_of_sharers(rows, counts)
+        if wanted > len(self._free):
+            raise CacheFull(
+                f"{wanted} pages are wanted and {len(self._free)} are free; free sequences, or make a larger cache."
+            )
+        told: list[tuple[int, int, int]] = []  # row, column, page
+        copies: list[tuple[int, int]] = []
+        for row, count in zip(rows, counts, strict=True):
+            pages = self._pages[row]
+            if self._must_copy(row, count):
+                old, new = pages[-1], self._take()
+                self._users[old] -= 1
+                copies.append((old, new))
+                pages[-1] = new
+                told.append((row, len(pages) - 1, new))
+            for _ in range(self._new_pages(row, count)):
+                told.append((row, len(pages), page := self._take()))
+                pages.append(page)
+            self._lengths[row] += count
+        return self._tell(rows, counts, told, copies, same)
+
+    def append(
+        self,
+        step: Step,
+        k: torch.Tensor,
+        v: Optional[torch.Tensor] = None,
+        *,
+        layer: int = 0,
+        rotary_cos: Optional[torch.Tensor] = None,
+        rotary_sin: Optional[torch.Tensor] = None,
+        interleaved: bool = False,
+    ) -> None:
+        """Write the new tokens of a step: k `[B, T, H, D]`, or packed `[T, H, D]` where the step has a number for each
+        sequence; v alike (None if latent). Other arguments as for `append_kv`."""
+        v_pages = None if self._latent else self.v_pages[layer]
+        append_kv(
+            *(self.k_pages[layer], v_pages, k, v, step.block_table, step.seqlens_k),
+            cu_seqlens=step.cu_seqlens,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            interleaved=interleaved,
+        )
+
+    def attend(self, step: Step, q: torch.Tensor, *, layer: int = 0, **options):
+        """`attention_paged` of the new tokens' queries, laid out as in `append`, over all tokens of their sequences."""
+        tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k)
+        return attention_paged(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
+
+    def check(self) -> None:
+        """Assert what must always hold of the host's part; for tests."""
+        users = [0] * len(self._users)
+        for row, pages in self._pages.items():
+            assert len(pages) == -(-self._lengths[row] // self.page_size), (
+                f"sequence {row} has pages without tokens, or too few"
+            )
+            for page in pages:
+                users[page] += 1
+        assert users == self._users, "pages are counted wrongly"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert free == {page for page, count in enumerate(users) if count == 0}, "a page is neither free nor anyone's"
+        assert sorted([*self._rows, *self._pages]) == list(range(self._table.shape[0])), "a sequence is neither free nor in use"
+
+    # ---- the host's part ----
+
+    def _known(self, sequence: int) -> int:
+        if sequence not in self._lengths:
+            raise ProblemError(f"there is no sequence {sequence} in the cache; there are {list(self._lengths)}.")
+        return sequence
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _release(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+    def _new_pages(self, row: int, count: int) -> int:
+        return -(-(self._lengths[row] + count) // self.page_size) - len(self._pages[row])
+
+    def _must_copy(self, row: int, count: int) -> bool:
+        """Will tokens be written to a page that others share?"""
+        return count > 0 and self._lengths[row] % self.page_size > 0 and self._users[self._pages[row][-1]] > 1
+
+    def _last_of_sharers(self, rows: list[int], counts: list[int]) -> int:
+        """Of sequences that grow together and all share a page, the last needs no copy."""
+        sharers: dict[int, int] = {}
+        for row, count in zip(rows, counts, strict=True):
+            if self._must_copy(row, count):
+                page = self._pages[row][-1]
+                sharers[page] = sharers.get(page, 0) + 1
+        return sum(self._users[page] == number for page, number in sharers.items())
+
+    # ---- the device's part ----
+
+    def _tell(self, rows, counts, told, copies, same: bool) -> Step:
+        """What changed goes to the device in one copy, which nobody waits for: the memory it comes from is not used again."""
+        lengths = [self._lengths[row] for row in rows]
+        bounds = [0]
+        for count in counts:
+            bounds.append(bounds[-1] + count)
+        parts = [
+            rows,
+            lengths,
+            bounds,
+            *(list(column) for column in zip(*told, strict=True)),
+            *map(list, zip(*copies, strict=True)),
+        ]
+        sent = torch.tensor([number for part in parts for number in part], dtype=torch.int32)
+        sent = sent.to(self._table.device, non_blocking=True)
+        on_device = iter(sent.split([len(part) for part in parts]))
+        where, seqlens, cu = next(on_device), next(on_device), next(on_device)
+        if told:
+            row, column, page = next(on_device), next(on_device), next(on_device)
+            self._table[row, column] = page
+        if copies:
+            old, new = next(on_device), next(on_device)
+            self.k_pages[:, new] = self.k_pages[:, old]
+            if not self._latent:
+                self.v_pages[:, new] = self.v_pages[:, old]
+        table = self._table.index_select(0, where)
+        return Step(table, seqlens, None if same else cu, max(counts, default=0))
