@@ -75,11 +75,20 @@ def test_its_backward_is_its_own_or_the_portable_one():
 
     assert chosen(prefer="").algorithm == chosen().algorithm == "hopper"
     assert chosen(prefer="q_outer").algorithm == "q_outer"
-    for problem, reason in ((DENSE.with_(deterministic=True), "no fixed order"), (DENSE.with_(dim_qk=256), "up to 128")):
+    for problem, reason in (
+        (DENSE.with_(deterministic=True), "no fixed order"),
+        (DENSE.with_(dim_qk=100), "multiples of 16 bytes"),
+    ):
         assert chosen(problem).algorithm == chosen(problem, "").algorithm == "q_outer"
         assert reason in dict(chosen(problem).refusals)["hopper"]
         assert "hopper has no backward here" in chosen(problem).reason
     assert chosen(aligned=False).algorithm == "q_outer"
+    large = DENSE.with_(dim_qk=192, deterministic=True)
+    assert [str(tile) for tile in chosen(large, "").tiles] == ["128x64 s2 wide g16"]
+    with pytest.raises(Unsupported, match="no tile of its backward here"):
+        chosen(large, "hopper[128x64 s2 q1 static, 64x128 s2 backward]")
+    with pytest.raises(Unsupported, match="no tile of its backward here"):
+        chosen(prefer="hopper[128x128 s2 q1 static, 128x64 s2 wide]")
     assert chosen(DENSE.with_(len_q=383), "").algorithm == "q_outer"
     given = "hopper[128x128 s2 q1 static, 64x128 s2 backward g8]"
     assert [str(tile) for tile in chosen(prefer=given).tiles] == ["64x128 s2 backward g8"]

@@ -5,6 +5,7 @@ nothing here reads the environment but `tuned.py`, to find its file, and `portab
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Optional
@@ -12,8 +13,7 @@ from typing import Any, Literal, NamedTuple, Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.paged import PagedProblem
-from rowmax.plan import cpu, generations, hopper, hopper_backward, portable, resources, split_kv, tuned
-from rowmax.plan.hopper_backward import HopperBackwardTile
+from rowmax.plan import cpu, generations, hopper, portable, resources, split_kv, tuned
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -60,9 +60,13 @@ class Plan:
             return cls(match[1])
         first, *others = match[2].split(",")
         parse = {"hopper": hopper.HopperTile.parse, "split_kv": split_kv.SplitTile.parse}.get(match[1], Tile.parse)
-        marked = (HopperBackwardTile.parse if hopper_backward.MARK in text.split() else None for text in (first, *others))
-        kinds = zip((parse, *[Tile.parse] * len(others)), marked, (first, *others), strict=True)
-        return cls(match[1], tuple((of_backward or of_place)(text) for of_place, of_backward, text in kinds))
+        kinds = zip((parse, *[Tile.parse] * len(others)), (first, *others), strict=True)
+        return cls(match[1], tuple((_marked(text) or parse)(text) for parse, text in kinds))
+
+
+def _marked(text: str) -> Optional[Callable[[str], Tile]]:
+    """What reads a tile that says itself what it is for."""
+    return next((kind.parse for mark, kind in hopper.BACKWARD_TILES.items() if mark in text.split()), None)
 
 
 class _Wanted(NamedTuple):
@@ -125,7 +129,7 @@ def _backward_of(wanted: Plan, problem: Problem, device: Device, aligned: bool) 
     if wanted.algorithm != "hopper":
         return BACKWARD_OF.get(wanted.algorithm, wanted.algorithm)
     if wanted.tiles[1:]:
-        return "hopper" if isinstance(wanted.tiles[1], HopperBackwardTile) else "q_outer"
+        return "hopper" if isinstance(wanted.tiles[1], tuple(hopper.BACKWARD_TILES.values())) else "q_outer"
     return "hopper" if aligned and not hopper.refuses(problem, device, "backward") else "q_outer"
 
 

@@ -14,9 +14,8 @@ import torch
 
 from rowmax.device import Device
 from rowmax.errors import Unsupported
-from rowmax.plan import Direction, Plan, by_table, hopper, hopper_backward, portable
+from rowmax.plan import Direction, Plan, by_table, hopper, portable
 from rowmax.plan.hopper import HopperTile
-from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.resources import KERNELS, misfit
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
@@ -30,7 +29,7 @@ def candidates(problem: Problem, device: Device, start: Plan, position: int) -> 
 
     A forward takes those of every algorithm that runs the problem by turns.
     """
-    backward = len(start.tiles) > 1 or isinstance(start.tiles[0], HopperBackwardTile)
+    backward = len(start.tiles) > 1 or isinstance(start.tiles[0], tuple(hopper.BACKWARD_TILES.values()))
     direction: Direction = "backward" if backward else "forward"
     found = {str(start): start}
     for plan in _by_turns(problem, device, start, position, direction):
@@ -40,8 +39,9 @@ def candidates(problem: Problem, device: Device, start: Plan, position: int) -> 
 
 
 def _by_turns(problem: Problem, device: Device, start: Plan, position: int, direction: Direction) -> Iterator[Plan]:
-    if isinstance(start.tiles[0], HopperBackwardTile):
-        yield from (Plan(start.algorithm, (tile,)) for tile in _ranked(hopper_backward.grid(problem), start.tiles[0]))
+    if start.algorithm == "hopper" and direction == "backward":
+        grid = hopper.backward_of(problem).grid(problem)
+        yield from (Plan(start.algorithm, (tile,)) for tile in _ranked(grid, start.tiles[0]))
         return
     if direction == "backward":
         kernel, near = KERNELS[direction, len(start.tiles)][position], start.tiles[position]

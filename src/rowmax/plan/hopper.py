@@ -1,6 +1,6 @@
 """`hopper`, for NVIDIA Hopper in Gluon: warps that fetch and warps that compute (`kernels/gluon/forward.py`).
 
-Its backward has tiles of its own: `hopper_backward.py`.
+Its backwards have tiles of their own: `hopper_backward.py` for head dimensions up to 128, `hopper_wide.py` above.
 
 Measured on an H200 with triton 3.6.0, bf16, beside FlashAttention-3: `benchmarks/results/`.
 """
@@ -9,14 +9,16 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.mask import Band
-from rowmax.plan import hopper_backward
+from rowmax.plan import hopper_backward, hopper_wide
+from rowmax.plan.hopper_backward import HopperBackwardTile
+from rowmax.plan.hopper_wide import HopperWideTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -29,6 +31,7 @@ _SPELLING = re.compile(
     r"([0-9]{1,4})x([0-9]{1,4})(?: +s([0-9]{1,2}))?(?: +q([0-9]{1,2}))?"
     rf"( +pingpong)?( +lazy)?(?: +({'|'.join(SCHEDULES)}))?(?: +g([0-9]{{1,4}}))?"
 )
+BACKWARD_TILES = {hopper_backward.MARK: HopperBackwardTile, hopper_wide.MARK: HopperWideTile}  # a word of theirs -> kind
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
 
@@ -124,7 +127,12 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     version = triton_version()
     if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
-    return hopper_backward.refuses(problem) if direction == "backward" else None
+    return backward_of(problem).refuses(problem) if direction == "backward" else None
+
+
+def backward_of(problem: Problem) -> Any:
+    """The module that decides for its backward."""
+    return hopper_wide if max(problem.dim_qk, problem.dim_v) > hopper_backward.LARGEST else hopper_backward
 
 
 def passes_over(problem: Problem) -> Optional[str]:
@@ -168,7 +176,7 @@ def _shared_bytes(problem: Problem, tile: HopperTile, columns: int) -> int:
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
     if direction == "backward":
-        tile, why = hopper_backward.tiles(problem)
+        tile, why = backward_of(problem).tiles(problem)
         return (tile,), why
     first, second, block_dv = padded_dims(problem)
     size = max(first + second, block_dv)

@@ -12,6 +12,7 @@ from rowmax.problem import Problem
 KEYS = 64  # of a consumer
 SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 1024  # bytes, and more than are needed
+LARGEST = 128  # head dimension: dK and dV of 64 keys stay in the registers of a consumer
 MARK = "backward"  # tells its tiles from those of the forward
 _SPELLING = re.compile(rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?")
 
@@ -97,8 +98,6 @@ def refuses(problem: Problem) -> Optional[str]:
     """What `hopper.refuses` does not say already: device, dtype, dims of 16 bytes and Triton are as for the forward."""
     if problem.deterministic:
         return "adds up dQ in no fixed order, and the call is deterministic"
-    if max(problem.dim_qk, problem.dim_v) > 128:
-        return f"takes head dimensions up to 128, not {problem.dim_qk}/{problem.dim_v}: dK and dV would not fit in registers"
     return None
 
 

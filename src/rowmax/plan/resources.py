@@ -10,10 +10,9 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
-from rowmax.plan import hopper, hopper_backward, split_kv
+from rowmax.plan import hopper, split_kv
 from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import HopperTile, padded_dims
-from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -33,7 +32,10 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
         return next((f"{tile}: {found}" for tile in tiles if (found := _misfit_of_cpu(tile))), None)
     if algorithm == "hopper" and direction == "backward":
         (only,) = tiles
-        found = hopper_backward.misfit(problem, only) if isinstance(only, HopperBackwardTile) else "is no tile of its backward"
+        own = hopper.backward_of(problem)
+        found = (
+            own.misfit(problem, only) if type(only) is hopper.BACKWARD_TILES[own.MARK] else "is no tile of its backward here"
+        )
         return f"{only}: {found}" if found else None
     names = (algorithm,) if algorithm in BY_NAME else KERNELS[direction, len(tiles)]
     for kernel, tile in zip(names, tiles, strict=True):
