@@ -428,17 +428,22 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
-def sources(*mutants: tuple[str, str], kernels: tuple[str, ...] = ("forward",)) -> list:
-    """Functions and constants of the kernels and their helpers as code, after replacements of text that is there once."""
+def sources(*mutants: tuple[str, str], kernel: str = "forward", lender: str = "") -> list:
+    """Functions and constants of the kernel and its helpers as code, after replacements of text that is there once.
+
+    `lender`: another kernel, whose functions this one takes as they are.
+    """
     mask = importlib.import_module("rowmax.mask")
-    own = (importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("index", "ring", *kernels))
+    own = [importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("index", "ring", lender, kernel) if name]
     modules = (mask, tile_ops, address, *own)
     texts = [inspect.getsource(module) for module in modules]
+    replaced = [i for i, module in enumerate(modules) if not lender or not module.__name__.endswith(f".{lender}")]
     for old, new in mutants:
-        count = sum(text.count(old) for text in texts)
+        count = sum(texts[i].count(old) for i in replaced)
         if count != 1:
             raise ValueError(f"the text to replace is there {count} times: {old}")
-        texts = [text.replace(old, new) for text in texts]
+        for i in replaced:
+            texts[i] = texts[i].replace(old, new)
     found = []
     for module, text in zip(modules, texts, strict=True):
         tree = _Plain().visit(ast.parse("from __future__ import annotations\n" + text))

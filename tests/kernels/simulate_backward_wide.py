@@ -37,7 +37,7 @@ def backward(
             continue
         arguments = [simulate_backward._argument(x) for x in call.tensors] + list(call.numbers)
         build = types.SimpleNamespace(**{key: getattr(value, "value", value) for key, value in vars(call.numbers[-1]).items()})
-        code = simulate.sources(*mutants, kernels=("backward", module))
+        code = simulate.sources(*mutants, kernel=module, lender="backward")
         for program in random.Random(seed).sample(range(call.programs), call.programs):
             names = simulate_backward.language(Machine(seed + program, late), program, call.programs)
             names.update({layout: (lambda *_: None) for layout in LAYOUTS})

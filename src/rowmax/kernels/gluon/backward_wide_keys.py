@@ -13,8 +13,11 @@ Who waits for whom:
 * At the end of a turn each warpgroup multiplies the scores of the next one, behind its gradient, and awaits both there: a sum
   that is in flight where a loop goes round makes ptxas put every product after the one before. The tensor cores have work
   during the exponentials because the other warpgroup's products are then on their way.
-* A tile of Q is done with after S of its turn and dK of its turn, one of dO after dP and dV: about a turn after it was first
-  read. With two of each, the next ones are on their way for another turn, which is what L2 needs for 64 KB.
+* Tiles of Q and dO are done with about a turn after they were first read. With two of each, the next ones are on their way for
+  another turn, which is what L2 needs for 64 KB.
+* One reader gives a buffer back for both: dK of a turn comes after P, hence after S and the LSE, so that the second warpgroup
+  gives back Q, and the place of P with it. dO of the turn after the next is fetched behind the Q of that turn, hence after dP
+  and delta of this one, so that the first warpgroup gives back dO, after dV.
 
 NaN and infinities as in `backward.py`.
 """
@@ -67,14 +70,11 @@ from rowmax.kernels.gluon.ring import (
     give,
     meet,
     open_ring,
-    open_shares,
     release,
-    wait_empty,
     wait_full,
 )
 
 QUERIES = gl.constexpr(64)  # of a tile
-SHARES = gl.constexpr(2)  # turns whose P are in shared memory
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,11 @@ def _value_consumer(line, ranges, notes, band, scale_log2, out, sources, buffers
         for turn in range(turns):
             i = buffer_of(turn, BUILD.STAGES)
             lse = lse_buffers.index(i).reshape([QUERIES]).load(COLUMN)
-            release(q_ring, turn, BUILD.STAGES)
             p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
             if (row < full) | (row >= full_end):
                 p = _hide(p, row - _note(notes, BEGIN_Q), _note(notes, COL), _note(notes, LEN_Q), _note(notes, LEN_K), band)
-            wait_empty(share_ring, turn, SHARES)
-            shares.index(buffer_of(turn, SHARES)).store(_to_own(p))
-            give(share_ring, turn, SHARES)
+            shares.index(i).store(_to_own(p))
+            give(share_ring, turn, BUILD.STAGES)
             wait_full(do_ring, turn, BUILD.STAGES)
             do = do_buffers.index(i).reshape([QUERIES, BUILD.BLOCK_DV])
             dv = warpgroup_mma(gl.convert_layout(p.to(dtype), weight_layout(BUILD.BLOCK_DV)), do, dv, is_async=True)
@@ -215,12 +213,10 @@ def _key_consumer(ranges, notes, scale_log2, out, sources, buffers, rings, BUILD
         for turn in range(turns):
             i = buffer_of(turn, BUILD.STAGES)
             delta = delta_buffers.index(i).reshape([QUERIES]).load(COLUMN)
-            release(do_ring, turn, BUILD.STAGES)
-            wait_full(share_ring, turn, SHARES)
-            p = _from_own(shares.index(buffer_of(turn, SHARES)).load(own_layout()))
+            wait_full(share_ring, turn, BUILD.STAGES)
+            p = _from_own(shares.index(i).load(own_layout()))
             p = gl.convert_layout(p, score_layout(QUERIES))
             ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-            release(share_ring, turn, SHARES)
             wait_full(q_ring, turn, BUILD.STAGES)
             q = q_buffers.index(i).reshape([QUERIES, BUILD.BLOCK_D])
             dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
@@ -260,12 +256,12 @@ def key_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [1, 1, KEYS, 1, BUILD.BLOCK_DV], v_source.layout)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, QUERIES], line_layout())
     delta_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, QUERIES], line_layout())
-    shares = gl.allocate_shared_memory(gl.float32, [SHARES, 8, 128, 4], own_shared_layout())
-    q_ring = open_ring(BUILD.STAGES, 2)
-    do_ring = open_ring(BUILD.STAGES, 2)
+    shares = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 8, 128, 4], own_shared_layout())
+    q_ring = open_ring(BUILD.STAGES, 1)
+    do_ring = open_ring(BUILD.STAGES, 1)
     k_ring = open_ring(1, 1)
     v_ring = open_ring(1, 1)
-    share_ring = open_shares(SHARES, 1, 1)
+    share_ring = open_ring(BUILD.STAGES, 1)
     # None inside a tuple does not reach the warps: what is not used is some pointer instead.
     if not BUILD.PACKED:
         dk_ptr = suspect_ptr
