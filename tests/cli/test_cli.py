@@ -222,6 +222,28 @@ def test_explain_errors(arguments, says):
     assert "Traceback" not in result.output
 
 
+# ---- lessons -------------------------------------------------------------------------------------------------------
+
+
+def test_lessons_on_the_cpu():
+    result = invoke("lessons", "b1 h2 q128 k128 d64 bf16 causal", "--device", "cpu", "--gpu", "H200")
+    assert result.exit_code == 0, result.output
+    printed = result.stdout.splitlines()
+    counted = {
+        line.split()[0]: line for line in printed[printed.index(next(one for one in printed if "counted" in one)) :] if line
+    }
+    assert set(counted) >= {"dense", "kv_outer", "q_outer", "hopper", "split_kv"}
+    assert any(line.startswith("kv_outer") and " 1.5x " in line for line in printed)  # Q: 3 tiles of 4 are seen, of 2 row tiles
+    assert any(line.startswith("q_outer") and " 1x " in line for line in printed)
+
+
+def test_lessons_refuse_what_they_cannot_count():
+    result = invoke("lessons", "b1 h64 q8192 k8192 d64 bf16", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "scores" in result.stderr
+    assert invoke("lessons", "--gpu", "Z1", "--device", "cpu").exit_code == 2
+
+
 # ---- check ---------------------------------------------------------------------------------------------------------
 
 SMALL = ("b1 h2/1 q20 k20 d16 fp32 causal", "b2 h2 q30 k30 d8 bf16 packed")

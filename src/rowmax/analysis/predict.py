@@ -14,9 +14,11 @@ hardware, the constants from measurements: see `Constants`.
 The verdict is found by asking again with one cost taken away: the largest of the gaps names what holds the call back.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import NamedTuple, Optional
+
+import torch
 
 from rowmax.analysis.launches import Launch, Lengths, launches
 from rowmax.analysis.occupancy import balanced, makespan
@@ -99,6 +101,8 @@ def predict(
     """
     chosen = plan if isinstance(plan, Plan) and plan.tiles else choose(problem, device, prefer=str(plan or ""))
     rates = rates or Rates.of(device)
+    if problem.dtype == torch.float32:  # IEEE products run on the fp32 lanes
+        rates = replace(rates, tensor_flops=2 * rates.lanes)
     kernels = launches(problem, device, rates, chosen, lengths)
     model = _Model(device, rates, constants)
     seconds = model.seconds(kernels)

@@ -1,1 +1,2 @@
-"""The command line, `rowmax explain | check | tune | demo`. Needs typer and rich (`rowmax[cli]`); nothing else imports it."""
+"""The command line, `rowmax explain | lessons | check | tune | demo`. Needs typer and rich (`rowmax[cli]`); nothing else
+imports it."""

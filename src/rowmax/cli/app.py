@@ -78,6 +78,22 @@ def explain(
 
 
 @app.command()
+def lessons(
+    problem: Annotated[Optional[str], typer.Argument(help="Default: a small one on the CPU, a larger one on a GPU.")] = None,
+    device: DeviceOption = None,
+    gpu: Annotated[
+        Optional[str], typer.Option(help="What the model is asked about. Default: the GPU here, or an H200.")
+    ] = None,
+) -> None:
+    """Dense, FlashAttention-1, -2 and later side by side: what each moves and computes. Exits 1 if a result is wrong."""
+    from rowmax.cli import lessons
+
+    with _errors_as_messages():
+        where = _device(device)
+        raise typer.Exit(lessons.run(problem, where, lessons.device_of(gpu, where)))
+
+
+@app.command()
 def check(device: DeviceOption = None) -> None:
     """Run attention, forward and backward, on this machine and compare with the definition in fp64. Exits 1 if wrong."""
     from rowmax.cli import check

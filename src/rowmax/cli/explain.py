@@ -32,7 +32,7 @@ def run(
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        _show(facts, Console(highlight=False, soft_wrap=True))
+        _show(facts, Console(highlight=False, soft_wrap=True, width=max(Console().width, 160)))
 
 
 def measured_ms(problem: Problem, device: Device, plan: Optional[str]) -> float:
