@@ -34,6 +34,7 @@ ALLOWED = {
     "serving": {"api", "eager", "ops", "ops_paged", "plan", "errors"},
     "api": {"eager", "ops", "ops_scored", "plan", "problem", "mask", "errors"},
     "testing": {"testing", "paged", "serving", "reference", "numerics", "api", "plan", "problem", "mask", "errors", "device"},
+    "flash_attn": {"flash_attn", "paged", "serving", *PUBLIC},
     "distributed": {"distributed", *PUBLIC},
     "integrations": {"integrations", *PUBLIC},
     "cli": {"cli", "analysis", "testing", *PUBLIC},

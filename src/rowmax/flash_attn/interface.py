@@ -1,0 +1,187 @@
+"""The functions of `flash_attn.flash_attn_interface`: names, arguments, their order and defaults are those of version 2.8.4.
+
+Dense tensors are `[B, T, H, D]`, packed ones `[T, H, D]` with `cu_seqlens` int32 `[B + 1]`. All of them return `out`, and with
+`return_attn_probs` `(out, softmax_lse, S_dmask)`: lse fp32 `[B, H, T]` or `[H, T]`, natural logarithm, +inf where a query sees
+no key; S_dmask is empty. Masks are aligned to the bottom right: query i sees key j iff j <= i + Tk - Tq.
+"""
+
+from typing import Optional
+
+import torch
+
+from rowmax.api import attention, attention_varlen
+from rowmax.flash_attn.arguments import length, no_mask, options, refuse_scores_over_pages, rows, their_lse
+from rowmax.flash_attn.kvcache import flash_attn_with_kvcache  # noqa: F401, it belongs to this module there
+from rowmax.flash_attn.private import (  # noqa: F401, the names that other libraries import from here
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
+)
+from rowmax.serving import attention_paged
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention of q `[B, Tq, H, D]` over k, v `[B, Tk, Hk, D]`; H is a multiple of Hk.
+
+    Args:
+        dropout_p: 0.0; else `Unsupported`.
+        softmax_scale: `None` is `1/sqrt(D)`.
+        window_size: keys to the left and right of the diagonal, -1 for no limit.
+        softcap: above 0, scores become `softcap * tanh(score / softcap)`.
+        alibi_slopes: fp32 `[H]` or `[B, H]`: adds `-slope * |i + Tk - Tq - j|`.
+        deterministic: a bitwise repeatable backward.
+    """
+    q, k, v = rows(q, k, v)
+    chosen = options(
+        q,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        len_k=k.shape[1] if k.dim() == 4 else None,
+    )
+    found = attention(q, k, v, deterministic=bool(deterministic), return_lse=bool(return_attn_probs), **chosen)
+    return (found[0], their_lse(found[1]), no_mask(q)) if return_attn_probs else found
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_func` with k and v in one tensor, kv `[B, Tk, 2, Hk, D]`."""
+    k, v = kv.unbind(2)
+    return flash_attn_func(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_func` with q, k and v in one tensor, qkv `[B, T, 3, H, D]`."""
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(
+        *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    )
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table: Optional[torch.Tensor] = None,
+):
+    """Attention of packed sequences, q `[Tq, H, D]`, k, v `[Tk, Hk, D]`. With `block_table` `[B, pages]` k and v are pages
+    `[page, slot, Hk, D]`, and there are no gradients. The lengths are hints."""
+    q, k, v = rows(q, k, v)
+    chosen = options(
+        q,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
+    if block_table is not None:
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        hints = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": length(max_seqlen_q)}
+        refuse_scores_over_pages(chosen)
+        found = attention_paged(q, k, v, block_table, lengths, return_lse=bool(return_attn_probs), **hints, **chosen)
+    else:
+        hints = {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
+        chosen |= {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
+        found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **hints, **chosen)
+    return (found[0], their_lse(found[1]), no_mask(q)) if return_attn_probs else found
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with kv `[Tk, 2, Hk, D]`."""
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size),
+        *(softcap, alibi_slopes, deterministic, return_attn_probs),
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with qkv `[T, 3, H, D]`."""
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size),
+        *(softcap, alibi_slopes, deterministic, return_attn_probs),
+    )

@@ -1,0 +1,140 @@
+"""`flash_attn_with_kvcache`: append to a cache, turn by position, attend. Inference only.
+
+A contiguous cache is one page a sequence, which `attention_paged` reads where it lies. With ALiBi, a soft-cap or padding on the
+left it is a packed tensor instead, in which the keys that nobody sees are sequences without queries.
+"""
+
+from typing import Any, Optional, Union
+
+import torch
+
+from rowmax.api import attention_varlen
+from rowmax.errors import ProblemError, Unsupported
+from rowmax.flash_attn.arguments import options, refuse_scores_over_pages, rows, their_lse
+from rowmax.paged import rotate
+from rowmax.serving import append_kv, attention_paged
+
+MOST_SPLITS = 128
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens: Optional[Union[int, torch.Tensor]] = None,
+    cache_batch_idx: Optional[torch.Tensor] = None,
+    cache_leftpad: Optional[torch.Tensor] = None,
+    block_table: Optional[torch.Tensor] = None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    """Attention of q `[B, Tq, H, D]` over a cache, to which k and v are added first.
+
+    Args:
+        k_cache, v_cache: `[sequences, Tcache, Hk, D]`, or with `block_table` pages `[page, slot, Hk, D]`. Changed in place.
+        k, v: `[B, Tnew, Hk, D]`, written at `cache_seqlens`.
+        rotary_cos, rotary_sin: `[positions, R / 2]`: k is turned by its positions and q by the same ones if the mask is causal
+            or has a window, else all of q by the first of them. They need k.
+        cache_seqlens: keys in the cache before: a number or int32 `[B]`; `None`: all of them.
+        cache_batch_idx: int32 `[B]`: the sequence of the cache for each of q.
+        cache_leftpad: int32 `[B]`: keys at the beginning of a sequence that are padding.
+        block_table: int32 `[B, pages]`.
+        num_splits: 0, as the plan decides, or how many parts keys are shared out in.
+
+    Returns:
+        out `[B, Tq, H, D]`; with `return_softmax_lse` also lse `[B, H, Tq]`, fp32, +inf where a query sees no key.
+    """
+    q, k, v = rows(q, k, v)
+    _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    if not 0 <= num_splits <= MOST_SPLITS:
+        raise ProblemError(f"num_splits must be in 0..{MOST_SPLITS}; got {num_splits}.")
+    batch, len_q = q.shape[:2]
+    table = block_table
+    if table is None:
+        sequence = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        table = sequence.to(torch.int32).unsqueeze(1)
+    room = table.shape[1] * k_cache.shape[1]
+    before = room if cache_seqlens is None else cache_seqlens
+    before = torch.full((batch,), before, dtype=torch.int32, device=q.device) if isinstance(before, int) else before
+    total = before
+    if k is not None and v is not None:
+        total = before + k.shape[1]
+        turned = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "interleaved": bool(rotary_interleaved)}
+        append_kv(k_cache, v_cache, k, v, table, total, **turned)
+        if rotary_cos is not None:
+            along = causal or tuple(window_size) != (-1, -1)
+            positions = before.unsqueeze(1) + torch.arange(len_q, device=q.device) * int(along)
+            at = positions.long().clamp(0, rotary_cos.shape[0] - 1)
+            q = rotate(q, rotary_cos[at], rotary_sin[at], interleaved=bool(rotary_interleaved))
+
+    given = {"dropout_p": 0.0, "softmax_scale": softmax_scale, "causal": causal, "alibi_slopes": alibi_slopes}
+    chosen: dict[str, Any] = options(q, **given, window_size=window_size, softcap=softcap)
+    if cache_leftpad is None and "softcap" not in chosen and "alibi_slopes" not in chosen:
+        chosen["num_splits"] = num_splits or None
+        out, lse = attention_paged(q, k_cache, v_cache, table, total, return_lse=True, **chosen)
+    else:
+        if block_table is not None or cache_batch_idx is not None:
+            refuse_scores_over_pages(chosen)
+            raise Unsupported("rowmax.flash_attn does not take cache_leftpad with cache_batch_idx.")
+        out, lse = _contiguous(q, k_cache[:batch], v_cache[:batch], cache_leftpad, total, chosen)
+    return (out, their_lse(lse)) if return_softmax_lse else out
+
+
+def _contiguous(q, k_cache, v_cache, leftpad, total, chosen):
+    """The cache `[B, Tcache, H, D]` as one packed tensor: in each sequence padding, live keys, and the rest, of which the
+    second alone has queries."""
+    batch, len_q = q.shape[:2]
+    room = k_cache.shape[1]
+    total = total.clamp(0, room)
+    first = torch.zeros_like(total) if leftpad is None else leftpad.clamp(min=0).minimum(total)
+    start = torch.arange(batch, device=q.device, dtype=torch.int32)
+    ends_k = torch.stack([first, total, torch.full_like(total, room)], 1).to(torch.int32) + start.unsqueeze(1) * room
+    ends_q = torch.tensor([0, len_q, len_q], device=q.device, dtype=torch.int32) + start.unsqueeze(1) * len_q
+    cu_q, cu_k = (torch.nn.functional.pad(ends.flatten(), (1, 0)) for ends in (ends_q, ends_k))
+    slopes = chosen.get("alibi_slopes")
+    if slopes is not None and slopes.dim() == 2:
+        chosen["alibi_slopes"] = slopes.repeat_interleave(3, 0)
+    k, v = (cache.flatten(0, 1) for cache in (k_cache, v_cache))
+    hints = {"max_seqlen_q": len_q, "max_seqlen_k": room}
+    out, lse = attention_varlen(q.flatten(0, 1), k, v, cu_q, cu_k, return_lse=True, **hints, **chosen)
+    return out.unflatten(0, (batch, len_q)), lse.unflatten(1, (batch, len_q)).transpose(0, 1)
+
+
+def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
+    if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
+        raise ProblemError(
+            f"q and the caches must have rank 4; got {list(q.shape)}, {list(k_cache.shape)}, {list(v_cache.shape)}."
+        )
+    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+        raise ProblemError("k_cache and v_cache are changed in place and must have stride 1 in their last dimension.")
+    if (k is None) != (v is None):
+        raise ProblemError("k and v come together; one of them is missing.")
+    if k is not None and cache_seqlens is None:
+        raise ProblemError("k and v are written at cache_seqlens, which is missing.")
+    if cos is not None and (k is None or sin is None):
+        raise ProblemError("rotary_cos needs rotary_sin and k, v: what is in the cache has been turned already.")
+    if block_table is not None and (cache_leftpad is not None or cache_batch_idx is not None):
+        raise ProblemError("block_table takes neither cache_leftpad nor cache_batch_idx: pages say where keys lie.")
+    if block_table is None and cache_batch_idx is None and k_cache.shape[0] < q.shape[0]:
+        raise ProblemError(f"the cache has {k_cache.shape[0]} sequences and q {q.shape[0]}.")
+    lengths = cache_seqlens
+    if isinstance(lengths, torch.Tensor) and lengths.device.type == "cpu" and lengths.numel():
+        lengths = int(lengths.max())
+    if k is not None and isinstance(lengths, int):
+        room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        if lengths + k.shape[1] > room:
+            raise ProblemError(
+                f"{k.shape[1]} new keys behind {lengths} do not fit in a cache of {room}: nothing was written. Make it longer, "
+                "or drop keys."
+            )

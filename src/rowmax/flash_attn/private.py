@@ -1,0 +1,180 @@
+"""The private functions of `flash_attn` that ring and sequence-parallel libraries import: both passes, without autograd.
+
+A backward takes the output and the LSE of the whole row, which may come from several forwards merged, and fills dq, dk, dv:
+
+    P = exp(S - LSE),  delta = rowsum(dO O),  dS = P (dO V^T - delta)
+"""
+
+from typing import Any, Optional
+
+import torch
+
+from rowmax.api import attention, attention_varlen
+from rowmax.errors import Unsupported
+from rowmax.flash_attn.arguments import (
+    length,
+    no_mask,
+    options,
+    our_lse,
+    refuse_dropout,
+    refuse_scores_over_pages,
+    rows,
+    their_lse,
+    window,
+)
+from rowmax.serving import attention_paged
+
+
+@torch.no_grad()
+def _flash_attn_forward(
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+):
+    """`(out, softmax_lse, S_dmask, rng_state)`; dense tensors."""
+    q, k, v = rows(q, k, v)
+    given = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal, "alibi_slopes": alibi_slopes}
+    chosen = options(q, **given, window_size=(window_size_left, window_size_right), softcap=softcap, len_k=k.shape[1])
+    out, lse = attention(q, k, v, return_lse=True, **chosen)
+    return out, their_lse(lse), no_mask(q), _no_rng(q)
+
+
+@torch.no_grad()
+def _flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+    num_splits=0,
+):
+    """`(out, softmax_lse, S_dmask, rng_state)`; packed tensors."""
+    q, k, v = rows(q, k, v)
+    given = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal, "alibi_slopes": alibi_slopes}
+    chosen: dict[str, Any] = options(q, **given, window_size=(window_size_left, window_size_right), softcap=softcap)
+    if leftpad_k is not None:
+        raise Unsupported("rowmax.flash_attn takes leftpad_k in flash_attn_with_kvcache only (there cache_leftpad).")
+    if block_table is not None:
+        refuse_scores_over_pages(chosen)
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        hints = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": length(max_seqlen_q)}
+        out, lse = attention_paged(q, k, v, block_table, lengths, return_lse=True, **hints, **chosen)
+    elif seqused_k is not None:
+        raise Unsupported("rowmax.flash_attn takes seqused_k with block_table only.")
+    else:
+        hints = {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
+        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **hints, **chosen)
+    return out, their_lse(lse), no_mask(q), _no_rng(q)
+
+
+def _flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+):
+    """Fills dq, dk and dv where they are not None; returns delta `[B, H, Tq]`, fp32."""
+    sides = window((window_size_left, window_size_right), k.shape[1])
+    numbers = (None, None, softmax_scale, causal, sides, softcap, alibi_slopes, deterministic)
+    return _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, None, None, *numbers)
+
+
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    """Fills dq, dk and dv where they are not None; returns delta `[H, Tq]`, fp32."""
+    sides = window((window_size_left, window_size_right))
+    lengths = (length(max_seqlen_q), length(max_seqlen_k))
+    numbers = (*lengths, softmax_scale, causal, sides, softcap, alibi_slopes, deterministic)
+    return _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, cu_seqlens_q, cu_seqlens_k, *numbers)
+
+
+@torch.no_grad()
+def _backward(
+    dout, q, k, v, out, lse, targets, dropout_p, cu_q, cu_k, max_q, max_k, scale, causal, sides, softcap, slopes, deterministic
+):
+    refuse_dropout(dropout_p)
+    dout, q, k, v, out = rows(dout, q, k, v, out)
+    left, right = sides[0], 0 if causal else sides[1]
+    needs = [target is not None for target in targets]
+    numbers = (max_q, max_k, None if scale is None else float(scale), left, right, bool(deterministic), "")
+    lse = our_lse(lse).contiguous()
+    if softcap > 0 or slopes is not None:
+        slopes = None if slopes is None else slopes.to(lse.dtype)
+        call = (dout, None, out, lse, q, k, v, cu_q, cu_k, slopes, None, *numbers, max(float(softcap), 0.0))
+        grads = torch.ops.rowmax.backward_scored([*needs, False], *call)
+    else:
+        grads = torch.ops.rowmax.backward(needs, dout, None, out, lse, q, k, v, cu_q, cu_k, *numbers)
+    for target, grad in zip(targets, grads, strict=False):
+        if target is not None:
+            target.copy_(grad)
+    return (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2).contiguous()
+
+
+def _no_rng(q: torch.Tensor) -> Optional[torch.Tensor]:
+    """The state of a generator that nothing was drawn from."""
+    return q.new_zeros(2, dtype=torch.int64)
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
