@@ -101,6 +101,7 @@ def _candidates(problem: Problem, operands) -> tuple[dict[str, Callable], list[s
     q, k, v = operands[:3]
     calls: dict[str, Callable] = {"rowmax": lambda: attention(q, k, v)}
     calls |= {f"rowmax paged{size}": _paged_call(q, _paged(k, v, size)) for size in PAGES}
+    calls["rowmax paged16 invariant"] = _paged_call(q, _paged(k, v, 16), batch_invariant=True)
     wrong = []
     for who in ("cudnn", "fa2", "fa3"):
         try:
@@ -158,8 +159,8 @@ def _paged(k, v, size: int) -> tuple[torch.Tensor, ...]:
     return *pages, table, torch.full((batch,), length, dtype=torch.int32, device=k.device)
 
 
-def _paged_call(q, cache, spelled: "str | None" = None) -> Callable:
-    return lambda: attention_paged(q, *cache, plan=spelled)
+def _paged_call(q, cache, spelled: "str | None" = None, **options) -> Callable:
+    return lambda: attention_paged(q, *cache, plan=spelled, **options)
 
 
 def _paged_rows(text: str, lengths: list[int], device: torch.device, options) -> list[dict]:

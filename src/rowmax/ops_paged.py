@@ -21,7 +21,7 @@ _launches: dict = {}  # form of a call -> its launch, or None on the CPU
 
 _SCHEMA = (
     "bool need_lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seqlens_k, Tensor? cu_seqlens_q, "
-    "SymInt? max_seqlen_q, float? scale, SymInt? left, SymInt? right, SymInt? num_splits, str plan"
+    "SymInt? max_seqlen_q, float? scale, SymInt? left, SymInt? right, SymInt? num_splits, bool batch_invariant, str plan"
 )
 _LIBRARY.define(f"paged({_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(f"paged_into(Tensor(a!) out, {_SCHEMA}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -29,10 +29,13 @@ PAGED = torch.ops.rowmax.paged.default
 PAGED_INTO = torch.ops.rowmax.paged_into.default
 
 
-def describe(q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q, scale, left, right, *_):
+def describe(
+    q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q, scale, left, right, _splits, invariant, _plan
+):
     """`(problem, operands)`, validated."""
     operands = PagedOperands(q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q)
-    return PagedProblem.describe(operands, left=left, right=right, scale=scale, max_len_q=max_seqlen_q), operands
+    numbers = {"left": left, "right": right, "scale": scale, "max_len_q": max_seqlen_q, "batch_invariant": invariant}
+    return PagedProblem.describe(operands, **numbers), operands
 
 
 def shapes_of(problem: PagedProblem, q: torch.Tensor) -> tuple[tuple, tuple]:
@@ -44,11 +47,13 @@ def shapes_of(problem: PagedProblem, q: torch.Tensor) -> tuple[tuple, tuple]:
 
 
 def plan_paged(*call):
-    """`(problem, operands, plan)` of a call, whose last two arguments are `num_splits` and the plan's spelling."""
-    *_, num_splits, prefer = call
+    """`(problem, operands, plan)` of a call, whose last are `num_splits`, `batch_invariant` and the plan's spelling."""
+    *_, num_splits, invariant, prefer = call
     problem, operands = describe(*call)
     if num_splits is not None and num_splits < 1:
         raise ProblemError(f"num_splits must be at least 1, or None for the plan's own; got {num_splits} for '{problem}'.")
+    if num_splits is not None and invariant:
+        raise ProblemError("batch_invariant fixes the parts that keys are shared out in; leave num_splits out.")
     chosen = plan(problem, Device.of(operands.q), prefer=prefer)
     if num_splits is not None and chosen.algorithm not in ON_CPU:  # the CPU has one way
         tile = replace(chosen.tiles[0], parts=num_splits, together=False)

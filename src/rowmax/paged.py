@@ -56,12 +56,17 @@ class PagedProblem(Problem):
         len_q: tokens a sequence; packed: of all sequences together.
         len_k: keys that a sequence may have: columns of the block table times `page_size`.
         page_size: slots of a page.
+        batch_invariant: the result of a query depends on nothing but itself and the keys that it sees, bit for bit.
     """
 
     page_size: int = 16
+    batch_invariant: bool = False
 
     max_dim: ClassVar[int] = MAX_DIM
-    more_words: ClassVar[tuple] = ((r"paged(\d+)", lambda m: {"page_size": int(m[1])}),)
+    more_words: ClassVar[tuple] = (
+        (r"paged(\d+)", lambda m: {"page_size": int(m[1])}),
+        (r"invariant", lambda m: {"batch_invariant": True}),
+    )
 
     __hash__ = Problem.__hash__  # a dataclass would make its own
 
@@ -71,7 +76,7 @@ class PagedProblem(Problem):
             raise ProblemError(f"page_size must be at least 1; got {self.page_size} in '{self}'.")
 
     def __str__(self) -> str:
-        return f"{super().__str__()} paged{self.page_size}"
+        return f"{super().__str__()} paged{self.page_size}" + " invariant" * self.batch_invariant
 
     @classmethod
     def describe(  # type: ignore[override]
@@ -82,6 +87,7 @@ class PagedProblem(Problem):
         right: Optional[int] = None,
         scale: Optional[float] = None,
         max_len_q: Optional[int] = None,
+        batch_invariant: bool = False,
     ) -> "PagedProblem":
         """Validate tensors and arguments and name every dimension. Keeps no tensor and reads no device memory.
 
@@ -90,14 +96,13 @@ class PagedProblem(Problem):
         """
         q, k, v, table, lengths, cu = operands
         _check_tensors(operands)
-        return _describe(
-            cls, q.shape, k.shape, v.shape, table.shape, cu is not None, len(lengths), q.dtype, left, right, scale, max_len_q
-        )
+        shapes = (q.shape, k.shape, v.shape, table.shape, cu is not None, len(lengths))
+        return _describe(cls, *shapes, q.dtype, left, right, scale, max_len_q, batch_invariant)
 
 
 @lru_cache(maxsize=4096)
 def _described(
-    cls, q_shape, k_shape, v_shape, table_shape, packed, batch, dtype, left, right, scale, max_len_q
+    cls, q_shape, k_shape, v_shape, table_shape, packed, batch, dtype, left, right, scale, max_len_q, invariant
 ) -> PagedProblem:
     shapes = f"q {list(q_shape)}, k_pages {list(k_shape)}, v_pages {list(v_shape)}"
     heads_q, dim_qk = q_shape[-2:]
@@ -146,6 +151,7 @@ def _described(
         packed=packed,
         max_len_q=max_len_q,
         page_size=page_size,
+        batch_invariant=invariant,
     )
 
 

@@ -26,6 +26,7 @@ def attention_paged(
     scale: Optional[float] = None,
     num_splits: Optional[int] = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     out: Optional[torch.Tensor] = None,
     plan: Union[None, str, Plan] = None,
 ):
@@ -51,6 +52,8 @@ def attention_paged(
         scale: `None` is `1/sqrt(D)`.
         num_splits: parts that the keys of a sequence are shared out in. `None`: by the plan, from the lengths on the device.
         return_lse: also return the log-sum-exp, fp32, natural logarithm.
+        batch_invariant: the output of a query is bitwise the same whatever else is in the batch, in whichever pages the keys
+            lie, and whether its prompt came in one piece or in chunks.
         out: where to write the output, shaped as below.
         plan: `None`, or a plan by its spelling, "split_kv[16x64 w4 s3 p264]"; see `rowmax.plan`.
 
@@ -71,14 +74,14 @@ def attention_paged(
     for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+    for name, flag in (("causal", causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
         if flag is not True and flag is not False:
             raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
     left, right = _band(causal, window)
     scale = scale if scale is None or type(scale) is float else _number("scale", scale)
     call = (
         *(return_lse, q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, _hint("max_seqlen_q", max_seqlen_q)),
-        *(scale, left, right, _hint("num_splits", num_splits), "" if plan is None else str(plan)),
+        *(scale, left, right, _hint("num_splits", num_splits), batch_invariant, "" if plan is None else str(plan)),
     )
     if _dispatched(q, k_pages, v_pages):
         if out is None:

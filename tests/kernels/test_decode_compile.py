@@ -29,6 +29,8 @@ BUILDS += [
         f"{MANY} d64 bf16 causal packed paged1",
         f"{MANY} d256 bf16 causal packed paged16",
         "b16 h128/1 q1 k8192 d576/512 bf16 causal paged64",
+        f"{ONE} d128 bf16 causal paged16 invariant",
+        f"{MANY} d128 bf16 causal packed paged16 invariant",
         "b16 h128/1 q4 k8192 d576/512 bf16 causal paged16",
     )
 ]

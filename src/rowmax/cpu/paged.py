@@ -7,6 +7,7 @@ import torch
 
 from rowmax import cpu
 from rowmax.errors import ProblemError
+from rowmax.mask import end_key, first_key
 from rowmax.paged import AppendOperands, PagedOperands, PagedProblem, check_bounds, check_values, rotate
 from rowmax.plan import Plan
 from rowmax.problem import Operands
@@ -28,6 +29,13 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
             one_q, one_out = (t.unsqueeze(1 if bounds is None else 0) for t in (one_q, one_out))
         ids = table[b, : -(-keys // problem.page_size)].long()
         one_k, one_v = (t[ids].flatten(0, 1)[None, :keys] for t in (k, v))
+        if problem.batch_invariant:
+            result, result_lse = _one_by_one(problem, one_q[0], one_k[0], one_v[0], need_lse)
+            one_out.copy_(result[None])
+            where = lse if not need_lse else lse[b] if bounds is None else lse[:, rows]
+            if need_lse:
+                where.copy_(result_lse.view(where.shape))
+            continue
         one = problem.with_(batch=1, len_q=one_q.shape[1], len_k=keys, packed=False, max_len_q=None)
         result, result_lse = cpu.forward(one, Operands(one_q, one_k, one_v), plan, need_lse)
         one_out.copy_(result)
@@ -35,6 +43,39 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
             lse[b].copy_(result_lse[0].view(lse[b].shape))
         elif need_lse:
             lse[:, rows].copy_(result_lse[0])
+
+
+PART = 1024  # keys of every product of `_one_by_one`
+
+
+def _one_by_one(problem: PagedProblem, q, k, v, need_lse: bool):
+    """`(out [T, H, Dv], lse [H, T])` of one sequence, a query at a time and keys in padded parts of one size: all products have
+    the same shapes, so that a query's bits depend on nothing but itself and its keys. Slow."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    tokens, keys, heads_k = q.shape[0], k.shape[0], problem.heads_k
+    padding = (0, 0, 0, 0, 0, -keys % PART)
+    k, v = (torch.nn.functional.pad(t.to(wide), padding).transpose(0, 1).contiguous() for t in (k, v))
+    out = q.new_zeros(tokens, problem.heads_q, problem.dim_v)
+    lse = q.new_full((problem.heads_q, tokens), -torch.inf, dtype=wide)
+    for i in range(tokens):
+        row = (q[i].to(wide) * problem.scale).view(heads_k, problem.group, -1)
+        first = max(first_key(i, keys - tokens, problem.band), 0)
+        end = min(end_key(i, keys - tokens, keys, problem.band), keys)
+        total = torch.full((heads_k, problem.group, 1), -torch.inf, dtype=wide)
+        acc = torch.zeros(heads_k, problem.group, problem.dim_v, dtype=wide)
+        for begin in range(first // PART * PART, end, PART):
+            j = torch.arange(begin, begin + PART)
+            seen = (j >= first) & (j < end)
+            s = torch.bmm(row, k[:, begin : begin + PART].mT).masked_fill(~seen, -torch.inf)
+            part = torch.logsumexp(s, -1, keepdim=True)
+            p = torch.exp(s - part)
+            o = torch.bmm(p, v[:, begin : begin + PART].masked_fill(~seen[:, None], 0.0))
+            both = torch.logaddexp(total, part)
+            acc = acc * torch.exp(total - both) + o * torch.exp(part - both)
+            total = both
+        if first < end:
+            out[i], lse[:, i] = acc.view(problem.heads_q, -1).to(q.dtype), total.flatten()
+    return out, lse if need_lse else None
 
 
 def append(operands: AppendOperands, interleaved: bool) -> None:

@@ -30,9 +30,17 @@ def has_work(problem: Problem) -> bool:
 
 def slots_of(problem: Problem, tile: SplitTile) -> int:
     """Partial results that there may be; 0: none, and no combine kernel."""
-    if tile.together:  # items with several parts have at most twice as many as there is work for (`parts.shares`)
+    if tile.how == "p":  # items with several parts have at most twice as many as there is work for (`parts.shares`)
         return 2 * tile.parts
-    return row_tiles(problem, tile.block_m) * problem.heads_k * tile.parts if tile.parts > 1 else 0
+    parts = parts_of(problem, tile)
+    return row_tiles(problem, tile.block_m) * problem.heads_k * parts if parts > 1 else 0
+
+
+def parts_of(problem: Problem, tile: SplitTile) -> int:
+    """Parts of an item at most, each with a program of its own; of all together, if that is what is given."""
+    if tile.how == "c":
+        return max(-(-problem.len_k // (tile.block_n * tile.parts)), 1)
+    return 1 if tile.how == "r" else tile.parts
 
 
 def part_rows(problem: Problem, tile: SplitTile) -> int:
@@ -61,21 +69,23 @@ def calls(
     items = tiles * problem.heads_k
     own_tiles = tiles // max(problem.batch, 1)  # of a sequence; of no meaning if packed
     slots = slots_of(problem, tile)
-    programs = items * tile.parts if not tile.together else items + (tile.parts // problem.heads_k + 1) * problem.heads_k
+    parts_each = parts_of(problem, tile)
+    programs = items + (parts_each // problem.heads_k + 1) * problem.heads_k if tile.how == "p" else items * parts_each
     block_d, block_d2, block_dv = padded_dims(problem)
     q_strides, o_strides = _row_strides(q, problem), _row_strides(out, problem)
     several = problem.packed or problem.len_q > 1
     shared = block_d == block_dv and _first_columns(v, k)
     pages = k.shape[0] if paged else 0
-    batch_block = triton.next_power_of_2(problem.batch) if tile.together else 0
+    batch_block = triton.next_power_of_2(problem.batch) if tile.how == "p" else 0
+    fixed = tile.parts if tile.how in "cr" else 0
     early = early and slots > 0
     sizes = (problem.batch, problem.heads_k, own_tiles, problem.len_q, problem.len_k)
     shape = (problem.group, problem.dim_qk, problem.dim_v, tile.block_m, tile.block_n, block_d, block_d2, block_dv)
     numbers: tuple = (
         *(q_strides, _strides(k), _strides(v), o_strides, table.stride(0) if table is not None else 0),
-        *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, tile.parts, slots, part_rows(problem, tile), *shape),
+        *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, parts_each, slots, part_rows(problem, tile), *shape),
         *(problem.page_size if isinstance(problem, PagedProblem) else 0, shared, several),
-        *(least_turns(tile.block_n), batch_block, 2 * tile.stages - 1 if paged else tile.stages, early),
+        *(least_turns(tile.block_n), batch_block, fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
     )
     # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
     tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu)
@@ -86,9 +96,9 @@ def calls(
     piece = 1 if rows <= 16 else min(PIECE, max(WIDE // block_dv, 1))
     pieces = -(-rows // piece)
     numbers = (
-        *(o_strides, _bounded(problem), *sizes, tile.parts, slots, rows, pieces),
+        *(o_strides, _bounded(problem), *sizes, parts_each, slots, rows, pieces),
         *(problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv),
-        *(piece, least_turns(tile.block_n), batch_block, early),
+        *(piece, least_turns(tile.block_n), batch_block, fixed, early),
     )
     warps = max(min(piece * block_dv // 512, 4), 1)
     tensors = (out, lse, parts, lengths, cu)

@@ -79,6 +79,7 @@ def attend_paged(
 ):
     """`(out, lse)` of the public call that `problem` describes, or `out` alone."""
     arguments: dict = {"plan": plan, "num_splits": num_splits, "return_lse": return_lse, "causal": False}
+    arguments["batch_invariant"] = problem.batch_invariant
     arguments["scale"] = None if problem.scale == problem.dim_qk**-0.5 else problem.scale
     arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
     *tensors, cu = operands

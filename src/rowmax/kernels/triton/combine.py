@@ -9,18 +9,7 @@ import triton
 import triton.language as tl
 
 from rowmax.kernels.tile_ops import clamp, finish
-from rowmax.kernels.triton.parts import find_item, find_slots, queries_of
-
-
-@triton.jit
-def join(acc, m, l, acc_j, m_j, l_j):
-    """The union of two disjoint sets of keys, m in units of log2. A row that has seen nothing has m = -inf."""
-    m_new = tl.maximum(m, m_j)
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    mine = tl.exp2(m - pivot)
-    other = tl.exp2(m_j - pivot)
-    acc = tl.fma(acc_j, tl.broadcast_to(other[:, None], acc_j.shape), acc * mine[:, None])
-    return acc, m_new, tl.fma(l_j, other, l * mine)
+from rowmax.kernels.triton.parts import find_item, find_slots, join, queries_of
 
 
 @triton.jit
@@ -28,7 +17,7 @@ def combine_kernel(
     o_ptr, lse_ptr, part_ptr, seqlens_k, cu_seqlens_q, o_strides,
     band, batch, heads_k, tiles, len_q, len_k, parts, slots, part_rows, pieces,
     GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for ROWS rows of an item, which has `pieces` of them; the tensors are those of `decode_kernel`."""
     pid = tl.program_id(0)
@@ -36,20 +25,16 @@ def combine_kernel(
     head = pid // pieces % heads_k
     item = pid // pieces // heads_k
     b, tile = find_item(item, cu_seqlens_q, batch, tiles, len_q, GROUP, BLOCK_M)
-    if tile < 0:
-        return
     begin, queries = queries_of(cu_seqlens_q, b, len_q)
     first = tile * BLOCK_M + piece * ROWS
-    if first >= queries * GROUP:
-        return
     here, slot = find_slots(
-        b, tile, item, head, seqlens_k, cu_seqlens_q, batch, heads_k, len_q, len_k, parts, band,
-        GROUP, BLOCK_M, BLOCK_N, LEAST, BATCH,
+        b, tile, item, head, queries, seqlens_k, cu_seqlens_q, batch, heads_k, len_q, len_k, parts, band,
+        GROUP, BLOCK_M, BLOCK_N, LEAST, BATCH, FIXED,
     )  # fmt: skip
-    if here <= 1:
-        return
-    if EARLY:  # what is above depends on no result
+    if EARLY:  # every program waits: the kernel behind this one relies on both
         tl.extra.cuda.gdc_wait()
+    if (tile < 0) | (first >= queries * GROUP) | (here <= 1):
+        return
     inside = piece * ROWS + tl.arange(0, ROWS)
     row = tile * BLOCK_M + inside
     real = (row < queries * GROUP) & (inside < part_rows)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rowmax.kernels.tile_ops import any_of, clamp, finish, guarded_dot, online_step, visible
-from rowmax.kernels.triton.parts import find_part, key_span, keys_of, queries_of
+from rowmax.kernels.triton.parts import find_part, fixed_parts, join, key_span, keys_of, queries_of
 
 
 @triton.jit
@@ -87,6 +87,37 @@ def _walk(
 
 
 @triton.jit
+def _part(
+    q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2, pages,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, SEVERAL: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """(acc, m, l) of the rows over tiles of keys `[low, high)`, counted from `start`."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc, m, l = _walk(
+        acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band,
+        scale_log2, pages,
+        DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, False, STAGES,
+    )  # fmt: skip
+    if SEVERAL:
+        if any_of(acc != acc) > 0:  # perhaps a NaN or infinity of V that not every row sees
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            few: tl.constexpr = 16  # keys a turn: they cost the kernel no registers
+            small: tl.constexpr = BLOCK_N // few
+            acc, m, l = _walk(
+                acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
+                keys, shift, band, scale_log2, pages,
+                DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
+            )  # fmt: skip
+    return acc, m, l
+
+
+@triton.jit
 def decode_kernel(
     q_ptr,  # [B, T, Hq, D], or packed [T, Hq, D]
     k_ptr, v_ptr,  # [B, T, Hk, D], or pages [page, slot, Hk, D]
@@ -98,10 +129,13 @@ def decode_kernel(
     table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, parts, slots, part_rows,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
-    SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """`BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k. `SEVERAL`: a row
-    tile may hold queries that see different keys. `EARLY`: the combine kernel may be launched before this one has ended."""
+    tile may hold queries that see different keys. `FIXED`: tiles of keys in every part, so that a sequence has the same parts
+    whatever else there is; without memory for partial results a program takes all parts of its rows in turn. `EARLY`: the
+    combine kernel may be launched before this one has ended."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     b, tile, head, part, here, slot = find_part(
@@ -117,9 +151,18 @@ def decode_kernel(
     keys = keys_of(seqlens_k, b, len_k)
     start, end = key_span(tile, queries, keys, band, GROUP, BLOCK_M, BLOCK_N)
     turns = tl.cdiv(end - start, BLOCK_N)
-    each = tl.cdiv(turns, here)
-    low = tl.minimum(part * each, turns)
-    high = tl.minimum(low + each, turns)
+    if FIXED:  # parts begin at multiples of their size, whatever else there is to do
+        first, last = fixed_parts(start, end, FIXED * BLOCK_N)
+        here = last - first
+        if part_ptr is not None:
+            if (part >= here) & (part > 0):
+                return
+            first += part
+            last = first + 1
+    else:
+        each = tl.cdiv(turns, here)
+        low = tl.minimum(part * each, turns)
+        high = tl.minimum(low + each, turns)
 
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     tokens = row // GROUP
@@ -146,23 +189,22 @@ def decode_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    acc, m, l = _walk(
-        acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-        keys - queries, band, scale_log2, pages,
-        DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, False, STAGES,
-    )  # fmt: skip
-    if SEVERAL:
-        if any_of(acc != acc) > 0:  # perhaps a NaN or infinity of V that not every row sees
-            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            few: tl.constexpr = 16  # keys a turn: they cost the kernel no registers
-            small: tl.constexpr = BLOCK_N // few
-            acc, m, l = _walk(
-                acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
-                keys, keys - queries, band, scale_log2, pages,
-                DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
+    if FIXED:
+        for number in range(first, last):
+            low = tl.maximum(number * FIXED - start // BLOCK_N, 0)
+            high = tl.minimum((number + 1) * FIXED - start // BLOCK_N, turns)
+            acc_j, m_j, l_j = _part(
+                q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
+                keys - queries, band, scale_log2, pages,
+                DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
             )  # fmt: skip
+            acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
+    else:
+        acc, m, l = _part(
+            q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
+            keys - queries, band, scale_log2, pages,
+            DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
+        )  # fmt: skip
     dims = tl.arange(0, BLOCK_DV)
     if part_ptr is not None:
         if here > 1:

@@ -62,6 +62,12 @@ def key_span(tile, queries, keys, band, GROUP: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
+def fixed_parts(start, end, SIZE: tl.constexpr):
+    """`(first, one past the last)` of the parts of SIZE keys, counted from key 0, that keys `[start, end)` lie in."""
+    return start // SIZE, tl.cdiv(end, SIZE)
+
+
+@triton.jit
 def shares(
     seqlens, cu_seqlens, batch, heads_k, len_q, most, programs, band,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
@@ -95,8 +101,8 @@ def find_part(
 ):  # fmt: skip
     """`(b, tile, head, part, parts of the item, slot)` of a program: heads side by side, then parts, tiles, sequences.
 
-    BATCH 0: every item has `parts` parts. Otherwise `parts` is about how many there are altogether. A program without work
-    gets tile -1. The slot is where the partial result goes, if the item has several parts.
+    BATCH 0: every item has `parts` parts, or with FIXED up to as many. Otherwise `parts` is about how many there are in all.
+    A program without work gets tile -1. The slot is where the partial result goes, if the item has several parts.
     """
     head = pid % heads_k
     line = pid // heads_k
@@ -118,11 +124,16 @@ def find_part(
 
 @triton.jit
 def find_slots(
-    b, tile, item, head, seqlens, cu_seqlens, batch, heads_k, len_q, most, parts, band,
+    b, tile, item, head, queries, seqlens, cu_seqlens, batch, heads_k, len_q, most, parts, band,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
+    FIXED: tl.constexpr,
 ):  # fmt: skip
     """`(parts, first slot)` of an item; its parts lie `heads_k` slots apart. The other way round from `find_part`."""
-    if BATCH == 0:
+    if FIXED:
+        start, end = key_span(tile, queries, keys_of(seqlens, b, most), band, GROUP, BLOCK_M, BLOCK_N)
+        first, last = fixed_parts(start, end, FIXED * BLOCK_N)
+        return last - first, item.to(tl.int64) * parts * heads_k + head
+    elif BATCH == 0:
         return parts, item.to(tl.int64) * parts * heads_k + head
     else:
         number, own_tiles, own_parts = shares(
@@ -131,3 +142,14 @@ def find_slots(
         slots = tl.sum(tl.where((number < b) & (own_parts > 1), own_tiles * own_parts, 0), 0)
         here = tl.sum(tl.where(number == b, own_parts, 0), 0)
         return here, (slots + tile * here).to(tl.int64) * heads_k + head
+
+
+@triton.jit
+def join(acc, m, l, acc_j, m_j, l_j):
+    """The union of two disjoint sets of keys, m in units of log2. A row that has seen nothing has m = -inf."""
+    m_new = tl.maximum(m, m_j)
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    mine = tl.exp2(m - pivot)
+    other = tl.exp2(m_j - pivot)
+    acc = tl.fma(acc_j, tl.broadcast_to(other[:, None], acc_j.shape), acc * mine[:, None])
+    return acc, m_new, tl.fma(l_j, other, l * mine)
