@@ -178,21 +178,19 @@ INTERPRETED_PAIRS = 2**17  # query-key-head triples that the interpreter finishe
 def backends(device: str) -> list[str]:
     """Algorithms that a device has; on the CPU the Triton kernels only where Triton interprets."""
     if device == "cuda":
-        return ["q_outer"]
+        return ["q_outer", *(["hopper"] if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else [])]
     return ["aten", "tiled", *(["q_outer"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
 
 
 def forward_backends(device: str) -> list[str]:
     """Algorithms that have no backward of their own."""
-    if device != "cuda" or not torch.cuda.is_available():  # interpreted: `tests/kernels/test_generations.py`
-        return []
-    return [*(["hopper"] if torch.cuda.get_device_capability()[0] == 9 else []), "kv_outer", "dense"]
+    return ["kv_outer", "dense"] if device == "cuda" and torch.cuda.is_available() else []  # interpreted: `test_generations.py`
 
 
 def may_refuse(case: Case, backend: str) -> bool:
     if backend == "aten":
         return str(case.problem) not in ATEN_RUNS
-    if backend == "hopper":  # forward only, 16 bits, plain scores; `tests/kernels/test_gluon_plan.py` pins what it takes
+    if backend == "hopper":  # 16 bits, plain scores; `tests/kernels/test_gluon_plan.py` pins what it takes
         return (
             not case.problem.plain
             or case.problem.dtype_name not in ("fp16", "bf16")
