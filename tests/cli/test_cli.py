@@ -129,6 +129,16 @@ def test_explain_says_what_holds_a_decode_back():
     assert "held back by parallelism" in printed
 
 
+def test_explain_writes_a_page(tmp_path):
+    path = tmp_path / "page.html"
+    assert invoke("explain", PROBLEM, "--gpu", "H200", "--html", str(path)).exit_code == 0
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    for gpu, where, says in (("cpu", path, "nothing to draw"), ("H200", tmp_path / "no" / "page.html", "cannot be written")):
+        refused = invoke("explain", PROBLEM, "--gpu", gpu, "--html", str(where))
+        assert refused.exit_code == 2
+        assert says in refused.stderr
+
+
 def test_explain_measures_here():
     found = json.loads(invoke("explain", "b1 h2 q64 k64 d16 fp32", "--json", "--measure").stdout)
     assert found["measured_ms"] > 0

@@ -53,6 +53,19 @@ def makespan(tasks: Sequence[tuple[int, float]], slots: int, *, in_turn: bool = 
     return max(free)
 
 
+def schedule(tasks: Sequence[tuple[int, float]], slots: int, *, in_turn: bool = False) -> list[tuple[int, float, float]]:
+    """`(slot, begin, end)` of every task, in the order of `tasks`; the last end is the makespan."""
+    free, found = [(0.0, slot) for slot in range(slots)], []
+    ends = [0.0] * slots
+    for number, cost in enumerate(cost for count, cost in tasks for _ in range(count)):
+        slot = number % slots if in_turn else heapq.heappop(free)[1]
+        found.append((slot, ends[slot], ends[slot] + cost))
+        ends[slot] += cost
+        if not in_turn:
+            heapq.heappush(free, (ends[slot], slot))
+    return found
+
+
 def balanced(tasks: Sequence[tuple[int, float]], slots: int) -> float:
     """The makespan if tasks could be divided at will."""
     return sum(count * cost for count, cost in tasks) / slots

@@ -66,6 +66,8 @@ class Prediction:
     launches: the kernels and their counts.
     waves: blocks over the blocks that all multiprocessors hold at once, of the kernel with the most work.
     busy: share of the multiprocessors' time in which they have a block.
+    source: "measured" or "data sheet": where the rates are from.
+    tasks, slots: of that kernel: (how many, seconds) in order, and how many run at once.
     """
 
     plan: Plan
@@ -77,6 +79,8 @@ class Prediction:
     waves: float
     busy: float
     source: str = field(default="")
+    tasks: tuple[tuple[int, float], ...] = ()
+    slots: int = 0
 
 
 def predict(
@@ -110,6 +114,8 @@ def predict(
     main = max(kernels, key=lambda launch: model.kernel_seconds(launch, inf))
     held = main.at_once * device.sms
     cycles, even = model.cycles(main), model.cycles(main, "parallelism")
+    tasks, at_once = model.tasks(main)
+    clock = rates.clock_hz * constants.clock
     return Prediction(
         chosen,
         seconds,
@@ -120,6 +126,8 @@ def predict(
         main.blocks / held,
         min(even / cycles, 1.0) if cycles else 1.0,
         rates.source,
+        tuple((count, cost / clock) for count, cost in tasks),
+        device.sms * at_once,
     )
 
 
@@ -142,21 +150,24 @@ class _Model:
 
     def cycles(self, launch: Launch, without: str = "") -> float:
         """Of the multiprocessor that is done last, as though memory had no limit."""
-        c, number = self._c, launch.blocks
-        if not number:
+        if not launch.blocks:
             return 0.0
-        even = without == "parallelism"
-        at_once = launch.at_once if even else min(launch.at_once, max(ceil(number / self._sms), 1))
-        turn, masked = self._turn(launch, at_once, without)
-        if launch.persistent:
-            edge, begin = (0.0 if without == "launch" else c.hopper_edge), c.begin
-        else:
-            edge, begin = (0.0 if without == "launch" else c.edge / (1.0 if at_once == 1 else 1.5)), 0.0
-        # A block of k at once takes k times as long as it would have the multiprocessor for itself.
-        tasks = [(count, (turns * turn + hidden * masked) * at_once + edge) for count, turns, hidden in launch.tasks]
+        tasks, at_once = self.tasks(launch, without)
         slots = self._sms * at_once
-        done = balanced(tasks, slots) if even else makespan(tasks, slots, in_turn=launch.in_turn)
-        return done + begin
+        done = balanced(tasks, slots) if without == "parallelism" else makespan(tasks, slots, in_turn=launch.in_turn)
+        return done + (self._c.begin if launch.persistent else 0.0)
+
+    def tasks(self, launch: Launch, without: str = "") -> tuple[list[tuple[int, float]], int]:
+        """`([(how many, cycles of each)], how many a multiprocessor runs at once)`."""
+        c, at_once = self._c, launch.at_once
+        if without != "parallelism":
+            at_once = min(at_once, max(ceil(launch.blocks / self._sms), 1))
+        turn, masked = self._turn(launch, at_once, without)
+        edge = c.hopper_edge if launch.persistent else c.edge / (1.0 if at_once == 1 else 1.5)
+        if without == "launch":
+            edge = 0.0
+        # A block of k at once takes k times as long as it would have the multiprocessor for itself.
+        return [(count, (turns * turn + hidden * masked) * at_once + edge) for count, turns, hidden in launch.tasks], at_once
 
     def terms(self, kernels: list[Launch]) -> dict[str, float]:
         clock = self._rates.clock_hz * self._c.clock

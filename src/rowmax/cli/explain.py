@@ -3,6 +3,7 @@ what would help. Runs nothing unless it is asked to measure. `docs/explain.md` d
 """
 
 import json
+from pathlib import Path
 from typing import Optional
 
 import torch
@@ -23,12 +24,22 @@ def run(
     plan: str = "",
     against: tuple[str, ...] = (),
     measure: bool = False,
+    html: Optional[Path] = None,
 ) -> None:
     """Print the facts about the problem spelled by `text`."""
     problem, device = Problem.parse(text), find_device(gpu)
     facts = explain(problem, device, plan=plan, against=against)
     if measure:
         facts["measured_ms"] = measured_ms(problem, device, facts["plan"])
+    if html is not None:
+        if facts["predicted_ms"] is None:
+            raise ProblemError(f"--html: there is nothing to draw: {facts['no_model']}")
+        from rowmax.analysis.page import page
+
+        try:
+            html.write_text(page(problem, device, facts), encoding="utf-8")
+        except OSError as error:
+            raise ProblemError(f"--html: {html} cannot be written: {error.strerror}") from None
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
