@@ -36,11 +36,11 @@ ALLOWED = {
     "testing": {"testing", "paged", "serving", "reference", "numerics", "api", "plan", "problem", "mask", "errors", "device"},
     "flash_attn": {"flash_attn", "paged", "serving", *PUBLIC},
     "distributed": {"distributed", *PUBLIC},
-    "integrations": {"integrations", *PUBLIC},
+    "integrations": {"integrations", "flash_attn", *PUBLIC},
     "cli": {"cli", "analysis", "testing", *PUBLIC},
     "__main__": {"cli"},
     "explain": {"plan", "problem", "device", "errors"},
-    "__init__": {*PUBLIC, "paged", "serving", "cache", "explain"},
+    "__init__": {*PUBLIC, "paged", "serving", "cache", "explain", "integrations"},
     "cache": {"serving", "errors"},
 }
 EXTRA = {"analysis/measure.py": {"testing"}, "cli/tune.py": {"ops"}}

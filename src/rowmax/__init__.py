@@ -6,6 +6,7 @@ from rowmax.cache import CacheFull, PagedKVCache
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.explain import explain
+from rowmax.integrations.sdpa import sdpa
 from rowmax.mask import Band
 from rowmax.paged import PagedProblem, rotate
 from rowmax.plan import Plan, plan
@@ -33,4 +34,5 @@ __all__ = [
     "prepare",
     "reference",
     "rotate",
+    "sdpa",
 ]

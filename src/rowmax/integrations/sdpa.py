@@ -1,0 +1,195 @@
+"""`F.scaled_dot_product_attention` by rowmax: as a function of the same arguments, and below torch's own.
+
+    out = rowmax.sdpa(query, key, value, is_causal=True)
+
+    from rowmax.integrations import sdpa
+    sdpa.activate()     from here on torch's flash attention on CUDA, for SDPA and for `varlen_attn`, is rowmax
+    sdpa.restore()      and again as before
+
+The second goes through torch's registry of flash attention (`torch.nn.attention.activate_flash_attention_impl`). Torch decides,
+as before, which calls go to flash attention; those that rowmax cannot run raise `Unsupported`, nothing is computed otherwise.
+"""
+
+from typing import Any, Optional
+
+import torch
+
+from rowmax.api import attention
+from rowmax.errors import ProblemError, Unsupported
+from rowmax.flash_attn.interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+NAME = "rowmax"
+
+
+def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
+    """Attention with the arguments and the meaning of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: `[..., H, Tq, D]`; key: `[..., Hk, Tk, D]`; value: `[..., Hk, Tk, Dv]`, at least `[T, D]`. Leading dimensions
+            of 1 are broadcast.
+        attn_mask: None, or a `torch.nn.attention.bias.CausalBias`; anything else is `Unsupported`.
+        is_causal: query i sees keys j <= i: aligned to the top left, where `rowmax.attention` aligns to the bottom right. They
+            differ where Tq != Tk.
+        scale: `None` is `1/sqrt(D)`.
+        enable_gqa: H may be a multiple of Hk; consecutive heads share a KV head.
+
+    Returns:
+        `[..., H, Tq, Dv]`. Gradients flow to query, key and value.
+    """
+    if dropout_p:
+        raise Unsupported(f"rowmax.sdpa has no dropout; got dropout_p={dropout_p}. Pass 0.0, as in evaluation.")
+    aligned_right = False
+    if attn_mask is not None:
+        variant = getattr(attn_mask, "variant", None)
+        if variant is None or is_causal:
+            raise Unsupported(
+                "rowmax.sdpa takes no dense masks; pass is_causal=True, a torch.nn.attention.bias.causal_lower_right or "
+                "causal_upper_left, or call rowmax.attention with a window, or rowmax.attention_varlen for padding."
+            )
+        is_causal, aligned_right = True, variant.name == "LOWER_RIGHT"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+            raise ProblemError(f"{name} must be a tensor [..., T, D]; got {getattr(tensor, 'shape', type(tensor).__name__)}.")
+    rank = max(query.dim(), 3)
+    q, k, v = (t if t.dim() >= 3 else t.unsqueeze(0) for t in (query, key, value))
+    if not q.dim() == k.dim() == v.dim():
+        shapes = f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        raise ProblemError(f"query, key and value must have one rank; got {shapes}.")
+    if rank == 3:  # leading dimension: a batch of one head each
+        q, k, v = (t.unsqueeze(-3) for t in (q, k, v))
+    if not enable_gqa and q.shape[-3] != k.shape[-3]:
+        if 1 not in (q.shape[-3], k.shape[-3]):
+            raise ProblemError(f"{q.shape[-3]} query heads over {k.shape[-3]} KV heads need enable_gqa=True.")
+        q, k, v = (t.expand(*t.shape[:-3], max(q.shape[-3], k.shape[-3]), -1, -1) for t in (q, k, v))
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (t.expand(*lead, -1, -1, -1).flatten(0, -4).transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
+    options: dict[str, Any] = {"scale": scale}
+    len_q, len_k = q.shape[1], k.shape[1]
+    if is_causal and (aligned_right or len_q == len_k):
+        options["causal"] = True
+    elif is_causal and len_k > len_q:  # nobody sees the keys behind
+        k, v, options["causal"] = k[:, :len_q], v[:, :len_q], True
+    elif is_causal:
+        options["window"] = (None, len_q - len_k)
+    out = attention(q, k, v, **options).transpose(1, 2).unflatten(0, lead)
+    out = out.squeeze(-3) if rank == 3 else out
+    return out.squeeze(0) if query.dim() == 2 else out
+
+
+def activate() -> None:
+    """Put rowmax in the place of torch's flash attention on CUDA, through torch's registry.
+
+    Raises:
+        Unsupported: this torch has no registry.
+    """
+    registry = _registry()
+    registry.register_flash_attention_impl(NAME, register_fn=Override)
+    registry.activate_flash_attention_impl(NAME)
+
+
+def restore() -> None:
+    """Give torch its own flash attention back."""
+    registry = _registry()
+    if registry.current_flash_attention_impl() == NAME:
+        registry.restore_flash_attention_impl()
+
+
+def _registry():
+    from torch.nn import attention as registry
+
+    if not hasattr(registry, "activate_flash_attention_impl"):
+        raise Unsupported(f"torch {torch.__version__} has no registry of flash attention; call rowmax.sdpa instead.")
+    return registry
+
+
+class Override:
+    """Torch's operators of flash attention on one kind of device, as long as it lives and is not removed."""
+
+    def __init__(self, key: str = "CUDA"):
+        self._library: Optional[torch.library.Library] = torch.library.Library("aten", "IMPL", key)
+        for name, function in {
+            "_flash_attention_forward": forward,
+            "_flash_attention_backward": backward,
+            "_flash_attention_forward_no_dropout_inplace": forward_inplace,
+            "_scaled_dot_product_flash_attention": sdpa_forward,
+            "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+        }.items():
+            if hasattr(torch.ops.aten, name):
+                self._library.impl(name, function, key)
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+        self._library = None
+
+
+# ---- torch's operators, in the words of flash_attn -----------------------------------------------------------------
+
+
+def _side(value) -> int:
+    return -1 if value is None else value
+
+
+def forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    """`aten::_flash_attention_forward`: dense `[B, T, H, D]`, packed or in pages."""
+    sides = (_side(window_size_left), _side(window_size_right))
+    if cum_seq_q is None:
+        if seqused_k is not None or block_table is not None:
+            raise Unsupported("rowmax: seqused_k and block_table come with cum_seq_q.")
+        out, lse, _, rng = _flash_attn_forward(query, key, value, dropout_p, scale, is_causal, *sides, 0.0, alibi_slopes, False)
+    else:
+        lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+        if cum_seq_k is None:
+            raise Unsupported("rowmax: cum_seq_q needs cum_seq_k.")
+        more = (*sides, 0.0, alibi_slopes, False, block_table, None, seqused_k)
+        out, lse, _, rng = _flash_attn_varlen_forward(query, key, value, *lengths, dropout_p, scale, is_causal, *more)
+    return out, lse, rng, rng.new_empty(()), query.new_empty(0)
+
+
+def forward_inplace(out, *arguments, **named):
+    """`aten::_flash_attention_forward_no_dropout_inplace`."""
+    found, lse, *_ = forward(*arguments, **named)
+    out.copy_(found)
+    return lse
+
+
+def backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
+    scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    """`aten::_flash_attention_backward`."""
+    grads = tuple(torch.empty_like(t) for t in (query, key, value))
+    tail = (dropout_p, scale, is_causal, _side(window_size_left), _side(window_size_right), 0.0, None, True)
+    given = (grad_out, query, key, value, out, logsumexp, *grads)
+    if cum_seq_q is None:
+        _flash_attn_backward(*given, *tail)
+    else:
+        _flash_attn_varlen_backward(*given, cum_seq_q, cum_seq_k, max_q, max_k, *tail)
+    return grads
+
+
+def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    """`aten::_scaled_dot_product_flash_attention`: `[B, H, T, D]`; torch takes it for causal masks only where Tq = Tk."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    lengths = (query.shape[2], key.shape[2])
+    out, lse, rng, unused, mask = forward(q, k, v, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale)
+    return out.transpose(1, 2), lse, None, None, *lengths, rng, unused, mask
+
+
+def sdpa_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
+    philox_offset, *, scale=None,
+):  # fmt: skip
+    """`aten::_scaled_dot_product_flash_attention_backward`."""
+    tensors = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    rest = (logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
+    return tuple(grad.transpose(1, 2) for grad in backward(*tensors, *rest, scale=scale))
