@@ -144,7 +144,7 @@ def test_lies_in_cu_seqlens_touch_nothing_outside(name):
 PLAIN, CAUSAL, LONG = "b1 h1 q100 k100 d136 bf16", "b1 h1 q200 k200 d136 bf16 causal", "b1 h1 q400 k70 d136 bf16"
 WIDE, GROUPED, BATCHES = "b1 h1 q70 k400 d136 bf16", "b1 h4/2 q130 k130 d136 bf16", "b2 h3 q70 k70 d136 bf16"
 PACKED, WINDOW, RAGGED = "b4 h2 q300 k300 d136 bf16 packed causal", "b1 h1 q200 k200 d136 bf16 window(20,9)", PLAIN
-UNSEEN = "b1 h1 q30 k200 d136 bf16 window(3,3)"
+SHIFTED = "b1 h1 q200 k230 d136 bf16 causal"
 
 
 def only(old, new=""):
@@ -154,25 +154,25 @@ def only(old, new=""):
 # Of the keys' kernel.
 VALUES, KEYS = "dv = warpgroup_mma_wait(1, deps=[dv])\n", "dk = warpgroup_mma_wait(1, deps=[dk])\n"
 FREE_DO, FREE_Q = "            release(do_ring, turn, BUILD.STAGES)\n", "            release(q_ring, turn, BUILD.STAGES)\n"
-GIVE, LAID = "            give(share_ring, turn, BUILD.STAGES)\n", "            shares.index(i).store(_to_own(p))\n"
+GIVE, LAID = "    give(share_ring, turn, BUILD.STAGES)\n", "    shares.index(i).store(_to_own(p))\n"
 FILL_Q = (
     "            fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)\n"
 )
 FILL_DO = (
     "            fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)\n"
 )
-NEXT_Q = "            wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
-NEXT_DO = "            wait_full(do_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
+NEXT_Q = "            wait_full(q_ring, turn + 1, BUILD.STAGES)\n"
+NEXT_DO = "            wait_full(do_ring, turn + 1, BUILD.STAGES)\n"
 # Of the queries' kernel.
 FIRST_Q, FIRST_DO = "        wait_full(q_ring, CONSUMER, CONSUMERS)\n", "        wait_full(do_ring, CONSUMER, CONSUMERS)\n"
 FIRST_K, FIRST_V = "        wait_full(k_ring, zero, BUILD.STAGES)\n", "        wait_full(v_ring, zero, BUILD.V_STAGES)\n"
-NEXT_K = "            wait_full(k_ring, turn + 1, BUILD.STAGES, more)\n"
-NEXT_V = "            wait_full(v_ring, turn + 1, BUILD.V_STAGES, more)\n"
+NEXT_K = "            wait_full(k_ring, turn + 1, BUILD.STAGES)\n"
+NEXT_V = "            wait_full(v_ring, turn + 1, BUILD.V_STAGES)\n"
 ONCE_MORE = NEXT_V[:-1] + "  # once more: it keeps the wait for dP below the exponentials\n"
 SUM, FREE_K = "            dq = warpgroup_mma_wait(1, deps=[dq])\n", "            release(k_ring, turn, BUILD.STAGES)\n"
 FREE_V = "            release(v_ring, turn, BUILD.V_STAGES)\n"
+LAST_V = "        release(v_ring, turns - 1, BUILD.V_STAGES)  # the other consumer may have one more\n"
 GROUP, PLACE = "    group = tile // (tiles * members)\n", "    place = tile % (tiles * members)\n"
-SCALED = "(dk * (scale_log2 * 0.6931471805599453)).to(dtype)\n    _store(dk, dk_part"
 EDGES, DOWN_EDGES = "(col < full) | (col >= full_end)", "(row < full) | (row >= full_end)"
 
 # name -> (replacements, problem, kernel, kind of operands)
@@ -184,10 +184,8 @@ MUTANTS = {
     "no wait for the first dO": (only("        wait_full(do_ring, row * 0, BUILD.STAGES)\n"), PLAIN, DOWN),
     "no wait for the next Q": (only(NEXT_Q), LONG, DOWN),
     "no wait for the next dO": (only(NEXT_DO), LONG, DOWN),
-    "Q of no turn awaited": (only(NEXT_Q, NEXT_Q.replace("turn + 1 < turns", "True")), PLAIN, DOWN),
-    "dO of no turn awaited": (only(NEXT_DO, NEXT_DO.replace("turn + 1 < turns", "True")), PLAIN, DOWN),
-    "no wait for dO where dV is multiplied": (only("            wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, DOWN),
-    "no wait for P": (only("            wait_full(share_ring, turn, BUILD.STAGES)\n"), PLAIN, DOWN),
+    "no wait for dO where dV is multiplied": (only("    wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, DOWN),
+    "no wait for P": (only("    wait_full(share_ring, turn, BUILD.STAGES)\n"), PLAIN, DOWN),
     "P given before it is there": (only(LAID + GIVE, GIVE + LAID), PLAIN, DOWN),
     "P never given": (only(GIVE), PLAIN, DOWN),
     "Q never released": (only(FREE_Q), LONG, DOWN),
@@ -196,6 +194,13 @@ MUTANTS = {
     "Q released early": (only(KEYS + FREE_Q, KEYS.replace("(1", "(2") + FREE_Q), LONG, DOWN),
     "dO released early": (only(VALUES + FREE_DO, VALUES.replace("(1", "(2") + FREE_DO), LONG, DOWN),
     "V overwritten while it is read": (only("    meet(2)  # nobody reads V", "    pass  # nobody reads V"), LONG, DOWN),
+    "dP awaited too late, queries": (
+        only(
+            "dp = warpgroup_mma_wait(0, deps=[dp])\n        release", "dp = warpgroup_mma_wait(1, deps=[dp])\n        release"
+        ),
+        WIDE,
+        ACROSS,
+    ),
     "S awaited too late": (only("s = warpgroup_mma_wait(0, deps=[s])\n", "s = warpgroup_mma_wait(1, deps=[s])\n"), PLAIN, DOWN),
     "dP awaited too late": (
         only("dp = warpgroup_mma_wait(0, deps=[dp])\n", "dp = warpgroup_mma_wait(1, deps=[dp])\n"),
@@ -209,19 +214,13 @@ MUTANTS = {
     "no wait for the first V, queries": (only(FIRST_V), PLAIN, ACROSS),
     "no wait for the next K": (only(NEXT_K), WIDE, ACROSS),
     "no wait for the next V": (((NEXT_V + "            dp", "            dp"), (ONCE_MORE, "")), WIDE, ACROSS),
-    "K of no turn awaited": (only(NEXT_K, NEXT_K.replace("more", "True")), PLAIN, ACROSS),
-    "V of no turn awaited": (only(NEXT_V + "            dp", NEXT_V.replace("more", "True") + "            dp"), PLAIN, ACROSS),
     "K released early": (only(SUM + FREE_K, FREE_K + SUM), WIDE, ACROSS),
     "K never released": (only(FREE_K), WIDE, ACROSS),
     "V never released": (only(FREE_V), WIDE, ACROSS),
+    "the last V not released": (only(LAST_V), CAUSAL, ACROSS),
     "dQ awaited too late": (only(SUM, SUM.replace("(1", "(2")), WIDE, ACROSS),
     "S awaited too late, queries": (
         only("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"),
-        PLAIN,
-        ACROSS,
-    ),
-    "dP awaited too late, queries": (
-        only("dp = warpgroup_mma_wait(0, deps=[dp])\n    dq_ptr", "dp = warpgroup_mma_wait(1, deps=[dp])\n    dq_ptr"),
         PLAIN,
         ACROSS,
     ),
@@ -241,15 +240,11 @@ MUTANTS = {
         LONG,
         DOWN,
     ),
+    "dK without the scale": (only("dk = (dk * (scale_log2 * 0.6931471805599453))", "dk = (dk * 1.0)"), PLAIN, DOWN),
+    "dQ without the scale": (only("dq = (dq * (scale_log2 * 0.6931471805599453))", "dq = (dq * 1.0)"), PLAIN, ACROSS),
     "the exchange in another order": (only("permute(1, 4, 2, 0, 3, 5)", "permute(1, 5, 2, 0, 3, 4)"), PLAIN, DOWN),
     "LSE of another buffer": (only("lse = lse_buffers.index(i)", "lse = lse_buffers.index(0)"), LONG, DOWN),
     "delta of another buffer": (only("delta = delta_buffers.index(i)", "delta = delta_buffers.index(0)"), LONG, DOWN),
-    "dK without the scale": (only(SCALED, "dk.to(dtype)\n    _store(dk, dk_part"), PLAIN, DOWN),
-    "dQ without the scale": (
-        only("dq = (dq * (scale_log2 * 0.6931471805599453)).to(dtype)", "dq = dq.to(dtype)"),
-        PLAIN,
-        ACROSS,
-    ),
     "S of this turn for the next": (only("k_buffers, col, turn + 1,", "k_buffers, col, turn,"), WIDE, ACROSS),
     "V of this turn for the next": (
         only("do_buffers, v_buffers, col, turn + 1,", "do_buffers, v_buffers, col, turn,"),
@@ -263,13 +258,16 @@ MUTANTS = {
     ),
     "the first consumer's Q": (only("a = rows.index(CONSUMER + ", "a = rows.index(0 + "), LONG, ACROSS),
     # what is hidden
-    "nothing hidden from keys": (
-        only(
-            f"            if {DOWN_EDGES}:\n                p = _hide(p, row",
-            "            if row < 0:\n                p = _hide(p, row",
-        ),
-        CAUSAL,
-        DOWN,
+    "nothing hidden from keys": (only(DOWN_EDGES, "row < 0"), CAUSAL, DOWN),
+    "a key tile too few": (
+        only("gl.maximum(gl.cdiv(seen, BLOCK_N), 1)", "gl.maximum(gl.cdiv(seen, BLOCK_N) - 1, 1)"),
+        PLAIN,
+        ACROSS,
+    ),
+    "keys of the first row": (
+        only("    last = gl.minimum(row + ROWS, own_q) - 1\n", "    last = row\n"),
+        SHIFTED,
+        ACROSS,
     ),
     "nothing hidden from rows": (only(EDGES, "col < 0"), CAUSAL, ACROSS),
     "nothing hidden at the begin": (only(EDGES, "col >= full_end"), WINDOW, ACROSS),

@@ -157,83 +157,106 @@ def _scores_of(buffers, tiles, row, turn, STAGES: gl.constexpr, BLOCK: gl.conste
 
 
 @gluon.jit
+def _weights(s, row, turn, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
+    """P of a turn, given to the other warpgroup, and in 16 bits as the first factor of dV."""
+    q_buffers, _do_buffers, _k_buffers, _v_buffers, lse_buffers, _delta_buffers, shares = buffers
+    _turns, _start, _final, full, full_end = ranges
+    i = buffer_of(turn, BUILD.STAGES)
+    lse = lse_buffers.index(i).reshape([QUERIES]).load(column_layout(score_layout(QUERIES)))
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+    if (row < full) | (row >= full_end):
+        p = _hide(p, row - _note(notes, BEGIN_Q), _note(notes, COL), _note(notes, LEN_Q), _note(notes, LEN_K), band)
+    shares.index(i).store(_to_own(p))
+    give(share_ring, turn, BUILD.STAGES)
+    return gl.convert_layout(p.to(q_buffers.dtype), weight_layout(BUILD.BLOCK_DV))
+
+
+@gluon.jit
+def _value_gradient(p, dv, turn, do_buffers, do_ring, BUILD: gl.constexpr):
+    wait_full(do_ring, turn, BUILD.STAGES)
+    do = do_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([QUERIES, BUILD.BLOCK_DV])
+    return warpgroup_mma(p, do, dv, is_async=True)
+
+
+@gluon.jit
 def _value_consumer(line, ranges, notes, band, scale_log2, out, sources, buffers, rings, BUILD: gl.constexpr):
     """P for the other warpgroup, and dV."""
     _q, _do, _k, _v, _lse, _delta, _dk, dv_source = sources
-    q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, _delta_buffers, shares = buffers
+    q_buffers, do_buffers, k_buffers, v_buffers, _lse_buffers, _delta_buffers, _shares = buffers
     q_ring, do_ring, k_ring, _v_ring, share_ring = rings
-    turns, row, _final, full, full_end = ranges
-    dtype: gl.constexpr = q_buffers.dtype
-    COLUMN: gl.constexpr = column_layout(score_layout(QUERIES))
+    turns, row, _final, _full, _full_end = ranges
     dv = gl.zeros([KEYS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
     if turns > 0:
         wait_full(k_ring, row * 0, 1)
         wait_full(q_ring, row * 0, BUILD.STAGES)
         s = warpgroup_mma_wait(0, deps=[_scores_of(k_buffers, q_buffers, row, row * 0, BUILD.STAGES, BUILD.BLOCK_D, BUILD)])
-        for turn in range(turns):
-            i = buffer_of(turn, BUILD.STAGES)
-            lse = lse_buffers.index(i).reshape([QUERIES]).load(COLUMN)
-            p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
-            if (row < full) | (row >= full_end):
-                p = _hide(p, row - _note(notes, BEGIN_Q), _note(notes, COL), _note(notes, LEN_Q), _note(notes, LEN_K), band)
-            shares.index(i).store(_to_own(p))
-            give(share_ring, turn, BUILD.STAGES)
-            wait_full(do_ring, turn, BUILD.STAGES)
-            do = do_buffers.index(i).reshape([QUERIES, BUILD.BLOCK_DV])
-            dv = warpgroup_mma(gl.convert_layout(p.to(dtype), weight_layout(BUILD.BLOCK_DV)), do, dv, is_async=True)
-            # Behind the last turn, S of what lies in the buffer, and nobody looks at it: a branch would cost more.
-            wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)
+        for turn in range(turns - 1):
+            p = _weights(s, row, turn, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+            dv = _value_gradient(p, dv, turn, do_buffers, do_ring, BUILD)
+            wait_full(q_ring, turn + 1, BUILD.STAGES)
             s = _scores_of(k_buffers, q_buffers, row, turn + 1, BUILD.STAGES, BUILD.BLOCK_D, BUILD)
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(do_ring, turn, BUILD.STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
             row, line = following(row, line, ranges, BUILD)
+        p = _weights(s, row, turns - 1, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+        dv = warpgroup_mma_wait(0, deps=[_value_gradient(p, dv, turns - 1, do_buffers, do_ring, BUILD)])
     meet(2)  # nobody reads V any more: dV goes where it was
     _dk_ptr, dv_ptr, _suspect_ptr, heads = out
     dv_part = (v_buffers.index(0), dv_source, dv_ptr)
-    where = (_note(notes, BATCH), _note(notes, BEGIN_K), _note(notes, COL), _note(notes, HEAD), heads, _note(notes, LEN_K))
-    _store(dv.to(dtype), dv_part, where[0], where[1], where[2], where[3], where[4], where[5], BUILD.DIM_V, BUILD)
+    b = _note(notes, BATCH)
+    begin_k = _note(notes, BEGIN_K)
+    head = _note(notes, HEAD)
+    _store(dv.to(dv_source.dtype), dv_part, b, begin_k, _note(notes, COL), head, heads, _note(notes, LEN_K), BUILD.DIM_V, BUILD)
     store_wait(0)
+
+
+@gluon.jit
+def _key_gradient(dp, dk, turn, buffers, rings, BUILD: gl.constexpr):
+    """dS of a turn from the other warpgroup's P, and dK, issued."""
+    q_buffers, _do_buffers, _k_buffers, _v_buffers, _lse_buffers, delta_buffers, shares = buffers
+    q_ring, _do_ring, _k_ring, _v_ring, share_ring = rings
+    i = buffer_of(turn, BUILD.STAGES)
+    delta = delta_buffers.index(i).reshape([QUERIES]).load(column_layout(score_layout(QUERIES)))
+    wait_full(share_ring, turn, BUILD.STAGES)
+    p = gl.convert_layout(_from_own(shares.index(i).load(own_layout())), score_layout(QUERIES))
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(q_buffers.dtype)
+    wait_full(q_ring, turn, BUILD.STAGES)
+    q = q_buffers.index(i).reshape([QUERIES, BUILD.BLOCK_D])
+    return warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
 
 
 @gluon.jit
 def _key_consumer(ranges, notes, scale_log2, out, sources, buffers, rings, BUILD: gl.constexpr):
     """dK from the other warpgroup's P."""
     _q, _do, _k, _v, _lse, _delta, dk_source, _dv = sources
-    q_buffers, do_buffers, k_buffers, v_buffers, _lse_buffers, delta_buffers, shares = buffers
-    q_ring, do_ring, _k_ring, v_ring, share_ring = rings
+    _q_buffers, do_buffers, k_buffers, v_buffers, _lse_buffers, _delta_buffers, _shares = buffers
+    q_ring, do_ring, _k_ring, v_ring, _share_ring = rings
     turns, row, _final, _full, _full_end = ranges
-    dtype: gl.constexpr = q_buffers.dtype
-    COLUMN: gl.constexpr = column_layout(score_layout(QUERIES))
     dk = gl.zeros([KEYS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
     if turns > 0:
         wait_full(v_ring, row * 0, 1)
         wait_full(do_ring, row * 0, BUILD.STAGES)
         dp = warpgroup_mma_wait(0, deps=[_scores_of(v_buffers, do_buffers, row, row * 0, BUILD.STAGES, BUILD.BLOCK_DV, BUILD)])
-        for turn in range(turns):
-            i = buffer_of(turn, BUILD.STAGES)
-            delta = delta_buffers.index(i).reshape([QUERIES]).load(COLUMN)
-            wait_full(share_ring, turn, BUILD.STAGES)
-            p = _from_own(shares.index(i).load(own_layout()))
-            p = gl.convert_layout(p, score_layout(QUERIES))
-            ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-            wait_full(q_ring, turn, BUILD.STAGES)
-            q = q_buffers.index(i).reshape([QUERIES, BUILD.BLOCK_D])
-            dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
-            wait_full(do_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)
+        for turn in range(turns - 1):
+            dk = _key_gradient(dp, dk, turn, buffers, rings, BUILD)
+            wait_full(do_ring, turn + 1, BUILD.STAGES)
             dp = _scores_of(v_buffers, do_buffers, row, turn + 1, BUILD.STAGES, BUILD.BLOCK_DV, BUILD)
             dk = warpgroup_mma_wait(1, deps=[dk])
             release(q_ring, turn, BUILD.STAGES)
             dp = warpgroup_mma_wait(0, deps=[dp])
+        dk = warpgroup_mma_wait(0, deps=[_key_gradient(dp, dk, turns - 1, buffers, rings, BUILD)])
     meet(2)  # nobody reads K any more: dK goes where it was
     dk_ptr, _dv_ptr, suspect_ptr, heads = out
     len_k = _note(notes, LEN_K)
     col = _note(notes, COL)
     _mark(dk, col, len_k, suspect_ptr + _note(notes, FLAG))
     dk_part = (k_buffers.index(0), dk_source, dk_ptr)
-    where = (_note(notes, BATCH), _note(notes, BEGIN_K), _note(notes, HEAD))
-    dk = (dk * (scale_log2 * 0.6931471805599453)).to(dtype)
-    _store(dk, dk_part, where[0], where[1], col, where[2], heads, len_k, BUILD.DIM, BUILD)
+    b = _note(notes, BATCH)
+    begin_k = _note(notes, BEGIN_K)
+    head = _note(notes, HEAD)
+    dk = (dk * (scale_log2 * 0.6931471805599453)).to(dk_source.dtype)
+    _store(dk, dk_part, b, begin_k, col, head, heads, len_k, BUILD.DIM, BUILD)
     store_wait(0)
 
 

@@ -114,7 +114,7 @@ def _row_producer(ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
     q_source, do_source, k_source, v_source, _dq = sources
     q_buffers, do_buffers, k_buffers, v_buffers = buffers
     q_ring, do_ring, k_ring, v_ring = rings
-    turns, start, _full, _full_end = ranges
+    turns, _fewer, start, _full, _full_end = ranges
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
     row = _note(notes, BEGIN_Q) + _note(notes, COL)
@@ -159,6 +159,20 @@ def _row_scores(rows, buffers, col, turn, CONSUMER: gl.constexpr, STAGES: gl.con
 
 
 @gluon.jit
+def _row_gradient(
+    p, dp, delta, dq, turn, ranges, notes, band, k_buffers, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+):  # fmt: skip
+    """dS of a turn, and dQ, issued."""
+    _turns, _fewer, start, full, full_end = ranges
+    ds = p * (dp - delta)
+    col = start + turn * BLOCK_N
+    if (col < full) | (col >= full_end):
+        ds = _hide_keys(ds, _note(notes, COL) + CONSUMER * ROWS, col, _note(notes, LEN_Q), _note(notes, LEN_K), band)
+    k = k_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BLOCK_N, BUILD.BLOCK_D])
+    return warpgroup_mma(gl.convert_layout(ds.to(k_buffers.dtype), weight_layout(BUILD.BLOCK_D)), k, dq, is_async=True)
+
+
+@gluon.jit
 def _row_consumer(
     ranges, notes, lines, band, scale_log2, out, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
@@ -166,9 +180,10 @@ def _row_consumer(
     _q, _do, _k, _v, dq_source = sources
     q_buffers, do_buffers, k_buffers, v_buffers = buffers
     q_ring, do_ring, k_ring, v_ring = rings
-    turns, start, full, full_end = ranges
+    turns, fewer, start, _full, _full_end = ranges
     lse_ptr, delta_ptr = lines
-    dtype: gl.constexpr = q_buffers.dtype
+    if CONSUMER == 0:
+        turns = fewer
     dq = gl.zeros([ROWS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
     row = _note(notes, COL) + CONSUMER * ROWS
     rows = row + gl.arange(0, ROWS, layout=row_layout(score_layout(BLOCK_N)))
@@ -185,34 +200,34 @@ def _row_consumer(
         dp = _row_scores(do_buffers, v_buffers, start, zero, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
         p = gl.exp2(s * scale_log2 - lse)
-        for turn in range(turns):
+        for turn in range(turns - 1):
             release(v_ring, turn, BUILD.V_STAGES)
-            ds = p * (dp - delta)
+            dq = _row_gradient(p, dp, delta, dq, turn, ranges, notes, band, k_buffers, CONSUMER, BUILD)
             col = start + turn * BLOCK_N
-            if (col < full) | (col >= full_end):
-                ds = _hide_keys(ds, _note(notes, COL) + CONSUMER * ROWS, col, _note(notes, LEN_Q), _note(notes, LEN_K), band)
-            k = k_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BLOCK_N, BUILD.BLOCK_D])
-            dq = warpgroup_mma(gl.convert_layout(ds.to(dtype), weight_layout(BUILD.BLOCK_D)), k, dq, is_async=True)
-            # Behind the last turn, of what lies in the buffers, and nobody looks at it: a branch would cost more.
-            more = turn + 1 < turns
-            wait_full(k_ring, turn + 1, BUILD.STAGES, more)
+            wait_full(k_ring, turn + 1, BUILD.STAGES)
             s = _row_scores(q_buffers, k_buffers, col, turn + 1, CONSUMER, BUILD.STAGES, BUILD.BLOCK_D)
             dq = warpgroup_mma_wait(1, deps=[dq])
             release(k_ring, turn, BUILD.STAGES)
-            wait_full(v_ring, turn + 1, BUILD.V_STAGES, more)
+            wait_full(v_ring, turn + 1, BUILD.V_STAGES)
             dp = _row_scores(do_buffers, v_buffers, col, turn + 1, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
             s = warpgroup_mma_wait(1, deps=[s])
             p = gl.exp2(s * scale_log2 - lse)
-            wait_full(v_ring, turn + 1, BUILD.V_STAGES, more)  # once more: it keeps the wait for dP below the exponentials
+            wait_full(v_ring, turn + 1, BUILD.V_STAGES)  # once more: it keeps the wait for dP below the exponentials
             dp = warpgroup_mma_wait(0, deps=[dp])
+        release(v_ring, turns - 1, BUILD.V_STAGES)  # the other consumer may have one more
+        dq = warpgroup_mma_wait(
+            0, deps=[_row_gradient(p, dp, delta, dq, turns - 1, ranges, notes, band, k_buffers, CONSUMER, BUILD)]
+        )
     dq_ptr, suspect_ptr, heads = out
     len_q = _note(notes, LEN_Q)
     row = _note(notes, COL) + CONSUMER * ROWS
     _mark(dq, row, len_q, suspect_ptr + _note(notes, FLAG) + CONSUMER)
     part = (q_buffers.index(CONSUMER), dq_source, dq_ptr)
-    where = (_note(notes, BATCH), _note(notes, BEGIN_Q), _note(notes, HEAD))
-    dq = (dq * (scale_log2 * 0.6931471805599453)).to(dtype)
-    _store(dq, part, where[0], where[1], row, where[2], heads, len_q, BUILD.DIM, BUILD)
+    b = _note(notes, BATCH)
+    begin_q = _note(notes, BEGIN_Q)
+    head = _note(notes, HEAD)
+    dq = (dq * (scale_log2 * 0.6931471805599453)).to(dq_source.dtype)
+    _store(dq, part, b, begin_q, row, head, heads, len_q, BUILD.DIM, BUILD)
     store_wait(0)
 
 
@@ -248,7 +263,12 @@ def query_kernel(
     last = gl.minimum(row + CONSUMERS * ROWS, own_q) - 1
     start, full, full_end, end = key_ranges(row, last, own_k, own_k - own_q, band, BLOCK_N)
     turns = gl.where(row < own_q, gl.cdiv(end - start, BLOCK_N), 0)
-    ranges = (turns, start, full, full_end)
+    # Under a diagonal the first consumer's rows see one key tile less. It takes one in any case, since
+    # what is fetched must have arrived in the end.
+    last = gl.minimum(row + ROWS, own_q) - 1
+    seen = gl.maximum(gl.minimum(end_key(last, own_k - own_q, own_k, band), own_k) - start, 0)
+    fewer = gl.minimum(gl.maximum(gl.cdiv(seen, BLOCK_N), 1), turns)
+    ranges = (turns, fewer, start, full, full_end)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], slot_layout())
     zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
     notes.index(COL).store(zero + row)
