@@ -20,7 +20,7 @@ Facts known to the host (limits, the number of keys) must not depend on reading 
 `torch.compile` and `generate`, which make masks in one place and use them in another; a tensor's shape does both.
 
 Differences from eager attention, by intention: the output at a padded position is 0 (eager computes a value there that
-nothing reads). What cannot be served (arbitrary 4-D masks, chunked or block patterns, dropout, soft-capping, sinks, ...)
+nothing reads). What cannot be served (arbitrary 4-D masks, chunked or block patterns, dropout, position biases, ...)
 raises `rowmax.Unsupported`; nothing is computed in another way than the model asked for.
 """
 
@@ -54,9 +54,7 @@ _ROW_COLUMNS = 10  # five ends of runs for the queries, then five for the keys (
 
 # Keyword arguments of attention functions in transformers that change the result and that rowmax does not compute.
 _UNSERVED = {
-    "softcap": "soft-capped scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks under this name",
     "position_bias": "a position bias",
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by block indices",
@@ -347,6 +345,8 @@ def attend(
     cu_seq_lens_k: Optional[Tensor] = None,
     max_length_q=None,
     max_length_k=None,
+    softcap: Optional[float] = None,
+    s_aux: Optional[Tensor] = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention of one layer; the signature is that of transformers' attention functions.
@@ -355,6 +355,7 @@ def attend(
         query: `[B, Hq, Tq, D]`; key: `[B, Hk, Tk, D]`; value: `[B, Hk, Tk, Dv]`, any strides with the last equal to 1.
         attention_mask: what `make_mask` returned.
         cu_seq_lens_q, cu_seq_lens_k: sequences packed into a batch of one, as `DataCollatorWithFlattening` gives them.
+        softcap: of the scores, as in Gemma 2; s_aux: sink logits `[Hq]`, as in gpt-oss.
 
     Returns:
         `[B, Tq, Hq, Dv]`, and None in place of the attention weights, which are never stored.
@@ -382,6 +383,10 @@ def attend(
                 f"{'no window' if left is None else f'a window of {left + 1}'}; {_INSTEAD}."
             )
     call: dict[str, Any] = {"window": (left, right), "scale": scaling}
+    if softcap is not None:
+        call["softcap"] = softcap
+    if s_aux is not None:
+        call["sink"] = s_aux
     columns = 0 if attention_mask is None else attention_mask.shape[3]
     if cu_seq_lens_q is not None:
         if columns == _ROW_COLUMNS or query.shape[2] * query.shape[0] != key.shape[2] * key.shape[0]:
@@ -432,6 +437,7 @@ def _by_row(query, key, value, ends, call) -> Tensor:
     if ends.shape[0] != batch:
         raise Unsupported(f"rowmax attention: the mask was made for a batch of {ends.shape[0]}, the queries have {batch}.")
     by_head = key.is_contiguous() and value.is_contiguous() and len_q * heads_q <= len_k * heads_k
+    by_head = by_head and "sink" not in call  # sinks differ between heads, which would be sequences
     cu_seqlens_q = _flat_ends(ends[:, :5], len_q, heads_k if by_head else 1)
     cu_seqlens_k = _flat_ends(ends[:, 5:], len_k, heads_k if by_head else 1)
     call.update(max_seqlen_q=len_q, max_seqlen_k=len_k)
