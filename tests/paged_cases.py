@@ -40,6 +40,8 @@ def _cases() -> list[PagedCase]:
     for page, room, parts in ((16, 112, (0, 1, 3)), (1, 100, (0,)), (7, 105, (0, 3)), (64, 128, (0, 3)), (128, 128, (0,))):
         for splits in parts:
             add(f"b4 h4/2 q1 k{room} d64 bf16 causal paged{page}", decode(70, 0, 33, 100), splits=splits)
+    for size in (320, 288, 299):  # large pages: a contiguous cache is one page a sequence
+        add(f"b2 h2 q1 k{size} d64 bf16 causal paged{size}", decode(size, 70), splits=2)
     for splits in (2, 9):  # empty parts
         add("b2 h4/2 q1 k80 d64 fp16 causal paged16", decode(80, 17), "probe", splits=splits)
     add("b2 h8/1 q1 k64 d64 fp16 causal paged16", decode(50, 64), "probe", splits=2)

@@ -31,7 +31,7 @@ ALLOWED = {
     "ops_scored": {"ops", "plan", "problem", "device"},
     "eager": {"ops"},
     "ops_paged": {"ops", "cpu", "plan", "problem", "paged", "device", "errors"},
-    "serving": {"api", "eager", "ops", "ops_paged", "plan", "errors"},
+    "serving": {"api", "eager", "ops", "ops_paged", "paged", "plan", "errors"},
     "api": {"eager", "ops", "ops_scored", "plan", "problem", "mask", "errors"},
     "testing": {"testing", "paged", "serving", "reference", "numerics", "api", "plan", "problem", "mask", "errors", "device"},
     "flash_attn": {"flash_attn", "paged", "serving", *PUBLIC},

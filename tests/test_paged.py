@@ -44,8 +44,9 @@ def test_case(case, backend):
 def test_the_cpu_names_the_entry_that_is_wrong(lies, says):
     _, operands = paged_cases.lying("b3 h4/2 q12 k32 d16 fp32 causal packed paged8", [(4, 30), (1, 9), (7, 20)], **lies)
     *tensors, cu = operands
-    with pytest.raises(ProblemError, match=says):
-        attention_paged(*tensors, cu_seqlens_q=cu, plan="gathered")
+    for debug in (False, True):
+        with pytest.raises(ProblemError, match=says):
+            attention_paged(*tensors, cu_seqlens_q=cu, plan="gathered", debug=debug)
 
 
 def call(**changes):

@@ -8,7 +8,8 @@ from rowmax.api import Window, _band, _hint, _number
 from rowmax.eager import _somebody_listens as somebody_listens
 from rowmax.errors import ProblemError
 from rowmax.ops import in_forward_mode
-from rowmax.ops_paged import APPEND, PAGED, PAGED_INTO, run
+from rowmax.ops_paged import APPEND, PAGED, PAGED_INTO, describe, run
+from rowmax.paged import PagedOperands, check_values
 from rowmax.plan import Plan
 
 
@@ -29,6 +30,7 @@ def attention_paged(
     batch_invariant: bool = False,
     out: Optional[torch.Tensor] = None,
     plan: Union[None, str, Plan] = None,
+    debug: bool = False,
 ):
     """Exact attention of new tokens over sequences whose keys and values lie in pages: decoding, speculative decoding, prefill
     in chunks, and all of them in one call. Inference only.
@@ -56,6 +58,7 @@ def attention_paged(
             lie, and whether its prompt came in one piece or in chunks.
         out: where to write the output, shaped as below.
         plan: `None`, or a plan by its spelling, "split_kv[16x64 w4 s3 p264]"; see `rowmax.plan`.
+        debug: check lengths, ids and bounds as on the CPU, and name the entry that is wrong. Copies them to the host and waits.
 
     Returns:
         out, q's shape with Dv for D; with `return_lse` also lse `[B, Hq]`, `[B, Hq, T]` or `[Hq, Tq]`. A query that sees no
@@ -83,6 +86,8 @@ def attention_paged(
         *(return_lse, q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, _hint("max_seqlen_q", max_seqlen_q)),
         *(scale, left, right, _hint("num_splits", num_splits), batch_invariant, "" if plan is None else str(plan)),
     )
+    if debug:
+        _check_on_the_host(call)
     if _dispatched(q, k_pages, v_pages):
         if out is None:
             out, lse = PAGED(*call)
@@ -130,6 +135,12 @@ def append_kv(
         if not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
     APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin, interleaved)
+
+
+def _check_on_the_host(call) -> None:
+    problem, operands = describe(*call[1:])
+    q, k, v, *numbers = operands
+    check_values(problem, PagedOperands(q, k, v, *(None if t is None else t.cpu() for t in numbers)))
 
 
 def _dispatched(q, k, v) -> bool:

@@ -3,6 +3,7 @@
 `calls` is pure, as the functions of `launch.py` are; `Paged` serves `ops_paged`, `launch.Forward` calls over dense keys.
 """
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -21,6 +22,7 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 PIECE = 16  # rows of a combine program, of tiles with more
+LARGE_PAGE = 256  # slots; sizes of larger pages are run-time numbers: a contiguous cache is one page a sequence
 WIDE = 4096  # of elements that a combine program holds
 
 
@@ -76,6 +78,7 @@ def calls(
     several = problem.packed or problem.len_q > 1
     shared = block_d == block_dv and _first_columns(v, k)
     pages = k.shape[0] if paged else 0
+    page_size = problem.page_size if isinstance(problem, PagedProblem) else 0
     batch_block = triton.next_power_of_2(problem.batch) if tile.how == "p" else 0
     fixed = tile.parts if tile.how in "cr" else 0
     early = early and slots > 0
@@ -83,8 +86,9 @@ def calls(
     shape = (problem.group, problem.dim_qk, problem.dim_v, tile.block_m, tile.block_n, block_d, block_d2, block_dv)
     numbers: tuple = (
         *(q_strides, _strides(k), _strides(v), o_strides, table.stride(0) if table is not None else 0),
-        *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, parts_each, slots, part_rows(problem, tile), *shape),
-        *(problem.page_size if isinstance(problem, PagedProblem) else 0, shared, several),
+        *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, page_size, parts_each, slots),
+        *(part_rows(problem, tile), *shape),
+        *(page_size if page_size <= LARGE_PAGE else -math.gcd(page_size, LARGE_PAGE), shared, several),
         *(least_turns(tile.block_n), batch_block, fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
     )
     # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
@@ -203,8 +207,16 @@ def append_call(operands: AppendOperands, interleaved: bool) -> Call:
     numbers = (
         *(_strides(k), _strides(like), _strides(k_pages), _strides(pages_like), table.stride(0)),
         *(*(0 if angle is None else angle.stride(0) for angle in (cos, sin)), lengths.shape[0]),
-        *(heads, k.shape[0] if packed else k.shape[1], table.shape[1], k_pages.shape[0], 0 if cos is None else cos.shape[0]),
-        *(dim, dim_v, _padded(dim), _padded(dim_v), k_pages.shape[1], 1 if cos is None else cos.shape[1], interleaved),
+        *(heads, k.shape[0] if packed else k.shape[1], table.shape[1], k_pages.shape[0], k_pages.shape[1]),
+        *(
+            0 if cos is None else cos.shape[0],
+            dim,
+            dim_v,
+            _padded(dim),
+            _padded(dim_v),
+            1 if cos is None else cos.shape[1],
+            interleaved,
+        ),
     )
     tensors = (k, v, k_pages, v_pages, table, lengths, cu, cos, sin)
     return Call(append_kernel, rows * heads, tensors, numbers, Tile(1, 1, 1, 1))

@@ -19,9 +19,9 @@ def append_kernel(
     table_ptr, seqlens_ptr, cu_seqlens,  # [B, columns], [B], [B + 1] or None
     cos_ptr, sin_ptr,  # [positions, PAIRS]; None: no rotation
     k_strides, v_strides, k_page_strides, v_page_strides,  # (batch or page, row, head)
-    table_stride, cos_stride, sin_stride, batch, heads, tokens, columns, pages, positions,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    table_stride, cos_stride, sin_stride, batch, heads, tokens, columns, pages, page_size, positions,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """One program for a token of one head. `tokens`: of each sequence, or packed of all. What would lie outside of the table or
     the pages is not written."""
@@ -46,13 +46,13 @@ def append_kernel(
     if (place < 0) | (place >= count):  # a row of no sequence
         return
     position = tl.load(seqlens_ptr + b).to(tl.int64) - count + place
-    if (position < 0) | (position >= tl.cast(columns, tl.int64) * PAGE):
+    if (position < 0) | (position >= tl.cast(columns, tl.int64) * page_size):
         return
     b64 = tl.cast(b, tl.int64)
-    page = tl.load(table_ptr + b64 * table_stride + position // PAGE).to(tl.int64)
+    page = tl.load(table_ptr + b64 * table_stride + position // page_size).to(tl.int64)
     if (page < 0) | (page >= pages):
         return
-    slot = position % PAGE
+    slot = position % page_size
 
     first = b64 if cu_seqlens is None else b64 * 0
     row = (place if cu_seqlens is None else row).to(tl.int64)

@@ -15,25 +15,27 @@ from rowmax.kernels.triton.parts import find_part, fixed_parts, join, key_span, 
 
 
 @triton.jit
-def page_ids(table, col, end, pages, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def page_ids(table, col, end, pages, page_size, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of keys `[col, col + BLOCK_N)`, one number where they share one. Entries for keys past `end` are not read."""
+    size = PAGE if PAGE > 0 else page_size
     if PAGE % BLOCK_N == 0:
-        return clamp(tl.load(table + col // PAGE, mask=col < end, other=0), 0, pages - 1).to(tl.int64)
+        return clamp(tl.load(table + col // size, mask=col < end, other=0), 0, pages - 1).to(tl.int64)
     else:
         cols = col + tl.arange(0, BLOCK_N)
-        return clamp(tl.load(table + cols // PAGE, mask=cols < end, other=0), 0, pages - 1).to(tl.int64)
+        return clamp(tl.load(table + cols // size, mask=cols < end, other=0), 0, pages - 1).to(tl.int64)
 
 
 @triton.jit
-def key_offsets(ids, col, strides, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """64-bit offsets of keys `[col, col + BLOCK_N)`; `strides` are (batch or page, key, head). PAGE 0: not in pages."""
+def key_offsets(ids, col, strides, page_size, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """64-bit offsets of keys `[col, col + BLOCK_N)`; `strides` are (batch or page, key, head)."""
+    size = PAGE if PAGE > 0 else page_size
     cols = col + tl.arange(0, BLOCK_N)
     if PAGE == 0:
         return cols.to(tl.int64) * strides[1]
     elif PAGE % BLOCK_N == 0:
-        return ids * strides[0] + (col % PAGE + tl.arange(0, BLOCK_N)).to(tl.int64) * strides[1]
+        return ids * strides[0] + (col % size + tl.arange(0, BLOCK_N)).to(tl.int64) * strides[1]
     else:
-        return ids * strides[0] + (cols % PAGE).to(tl.int64) * strides[1]
+        return ids * strides[0] + (cols % size).to(tl.int64) * strides[1]
 
 
 @triton.jit
@@ -50,7 +52,7 @@ def load_rows(base, offsets, there, FIRST: tl.constexpr, DIM: tl.constexpr, COLS
 @triton.jit
 def _walk(
     acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2,
-    pages,
+    pages, page_size,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +65,9 @@ def _walk(
         there = cols < end
         ids = 0
         if PAGE:
-            ids = page_ids(table, col, end, pages, PAGE, BLOCK_N)
-        k_rows = key_offsets(ids, col, k_strides, PAGE, BLOCK_N)
-        v_rows = key_offsets(ids, col, v_strides, PAGE, BLOCK_N)
+            ids = page_ids(table, col, end, pages, page_size, PAGE, BLOCK_N)
+        k_rows = key_offsets(ids, col, k_strides, page_size, PAGE, BLOCK_N)
+        v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
         k = load_rows(k_base, k_rows, there, 0, DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if BLOCK_D2:
@@ -89,6 +91,7 @@ def _walk(
 @triton.jit
 def _part(
     q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2, pages,
+    page_size,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, SEVERAL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -99,7 +102,7 @@ def _part(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, m, l = _walk(
         acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band,
-        scale_log2, pages,
+        scale_log2, pages, page_size,
         DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, False, STAGES,
     )  # fmt: skip
     if SEVERAL:
@@ -111,7 +114,7 @@ def _part(
             small: tl.constexpr = BLOCK_N // few
             acc, m, l = _walk(
                 acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
-                keys, shift, band, scale_log2, pages,
+                keys, shift, band, scale_log2, pages, page_size,
                 DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
             )  # fmt: skip
     return acc, m, l
@@ -126,16 +129,17 @@ def decode_kernel(
     part_ptr,  # fp32, acc [slots, part_rows, DIM_V], then m, then l [slots, part_rows]; None: every item has one part
     table_ptr, seqlens_k, cu_seqlens_q,  # [B, columns], [B], [B + 1]; None: dense
     q_strides, k_strides, v_strides, o_strides,  # (batch or page, row, head)
-    table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, parts, slots, part_rows,
+    table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, page_size, parts, slots, part_rows,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
     SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k. `SEVERAL`: a row
-    tile may hold queries that see different keys. `FIXED`: tiles of keys in every part, so that a sequence has the same parts
-    whatever else there is; without memory for partial results a program takes all parts of its rows in turn. `EARLY`: the
-    combine kernel may be launched before this one has ended."""
+    """`PAGE`: slots of a page; 0: none; below 0, of large pages, what divides both their size and BLOCK_N, so that one build
+    serves all sizes. `BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k.
+    `SEVERAL`: a row tile may hold queries that see different keys. `FIXED`: tiles of keys in every part, so that a sequence has
+    the same parts whatever else there is; without memory for partial results a program takes all parts of its rows in turn.
+    `EARLY`: the combine kernel may be launched before this one has ended."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     b, tile, head, part, here, slot = find_part(
@@ -195,14 +199,14 @@ def decode_kernel(
             high = tl.minimum((number + 1) * FIXED - start // BLOCK_N, turns)
             acc_j, m_j, l_j = _part(
                 q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-                keys - queries, band, scale_log2, pages,
+                keys - queries, band, scale_log2, pages, page_size,
                 DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
             )  # fmt: skip
             acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
     else:
         acc, m, l = _part(
             q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-            keys - queries, band, scale_log2, pages,
+            keys - queries, band, scale_log2, pages, page_size,
             DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
         )  # fmt: skip
     dims = tl.arange(0, BLOCK_DV)
