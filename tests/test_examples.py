@@ -19,7 +19,7 @@ def run(name: str):
     return module.main()
 
 
-@pytest.mark.parametrize("name", ["varlen", "merge"])
+@pytest.mark.parametrize("name", ["varlen", "merge", "shared_prefix"])
 def test_equal(name):
     torch.testing.assert_close(torch.tensor(run(name)), torch.tensor(0.0))
 
@@ -36,5 +36,5 @@ def test_transformers_generate():
 
 def test_all_are_tested_and_short():
     files = {path.stem: path.read_text().count("\n") for path in FOLDER.glob("*.py")}
-    assert set(files) == {"varlen", "merge", "train_step", "transformers_generate"}
+    assert set(files) == {"varlen", "merge", "shared_prefix", "train_step", "transformers_generate"}
     assert max(files.values()) < MOST_LINES
