@@ -44,6 +44,7 @@ _BY_PASS = {
     "backward": _SPEED,
     "forward+backward": _SPEED,
     "decode": _SPEED,
+    "training": {"ms": float, "ms_min": float, "samples": int, "tokens_per_s": float, "losses": list},  # of one step
     "memory": {"extra_peak_bytes": int, "dense_scores_bytes": int, "counted_by": str},
     "host": {"us": float, "us_min": float, "samples": int},  # us: median
 }
