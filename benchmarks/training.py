@@ -4,9 +4,9 @@
     python benchmarks/training.py --hidden 128 --heads 4/2 --tokens 256 --steps 3 --device cpu
 
 A step is forward, backward and AdamW, timed by turns. The losses are of `--steps` steps on the same tokens from the same
-weights. They agree if rowmax's curve is no farther from a peer's than twice what the peers are from each other: bf16 noise. With
-one peer alone there is nothing to measure that by, and the distance is printed. A curve that is off writes no row, and the exit
-code is 1.
+weights. They agree if rowmax's curve is no farther from a peer's than twice what the peers are from each other: bf16 noise.
+With one peer alone there is nothing to measure that by, and the distance is printed. A curve that is off writes no row, and the
+exit code is 1.
 """
 
 import argparse
