@@ -8,7 +8,7 @@ Called by `predict.py`, which turns counts into time.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -84,7 +84,13 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     Raises:
         KeyError: no model of the plan's algorithm.
     """
-    builders = {"q_outer": _q_outer, "hopper": _hopper, "split_kv": _split_kv, "kv_outer": _kv_outer, "dense": _dense}
+    builders: dict[str, Any] = {
+        "q_outer": _q_outer,
+        "hopper": _hopper,
+        "split_kv": _split_kv,
+        "kv_outer": _kv_outer,
+        "dense": _dense,
+    }
     known = list(lengths) if lengths is not None else sequences(problem)
     return builders[plan.algorithm](problem, device, rates, plan.tiles[0], known)
 
@@ -187,8 +193,7 @@ def _counted(lengths: Lengths) -> list[tuple[tuple[int, int], int]]:
     return list(counts.items())
 
 
-def _hopper(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths: Lengths) -> list[Launch]:
-    assert isinstance(tile, HopperTile)
+def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, lengths: Lengths) -> list[Launch]:
     first, second, dim_v = hopper.padded_dims(problem)
     tasks = []
     for sequence, count in sorted(_counted(lengths), reverse=True):
@@ -211,9 +216,8 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths:
     return [*order, main, guard]
 
 
-def _split_kv(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths: Lengths) -> list[Launch]:
+def _split_kv(problem: Problem, device: Device, rates: Rates, tile: SplitTile, lengths: Lengths) -> list[Launch]:
     """Rows are the queries of a group of heads; each row tile has parts, and a second kernel combines them."""
-    assert isinstance(tile, SplitTile)
     first, second, dim_v = split_kv.padded_dims(problem)
     dim = first + second
     element = _element(problem)
