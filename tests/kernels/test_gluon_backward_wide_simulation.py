@@ -347,3 +347,24 @@ def test_a_mutant_fails(name):
     replacements, spelling, kernels, *kind = MUTANTS[name]
     problem = Problem.parse(spelling)
     assert fails(replacements, problem, testing.operands(problem, *kind), kernels), f"mutant '{name}' lives"
+
+
+ROW_FLAG, KEY_FLAG = "(b * heads + head) * gl.cdiv(len_q, ROWS)", "(b * heads + head) * gl.cdiv(len_k, KEYS)"
+NAN, NAN_PACKED = "b2 h2 q70 k130 d136 fp16 causal", "b3 h1 q150 k150 d144 fp16 packed window(9,3)"
+# name -> (replacements, what holds a NaN, problem, kernel)
+MARKS = {
+    "NaN of dQ not noticed": (only("_mark(dq, row, len_q,", "_mark(dq, row, row,"), "k", NAN, ACROSS),
+    "mark of another head's rows": (only(ROW_FLAG, ROW_FLAG.replace("+ head", "+ head * 0")), "k", NAN, ACROSS),
+    "mark of the first consumer": (only("_note(notes, FLAG) + CONSUMER", "_note(notes, FLAG)"), "k", NAN_PACKED, ACROSS),
+    "mark of the sequence before": (only("begin_q // ROWS + sequence", "begin_q // ROWS"), "k", NAN_PACKED, ACROSS),
+    "mark of another head's keys": (only(KEY_FLAG, KEY_FLAG.replace("+ head", "+ head * 0")), "q", NAN, DOWN),
+    "mark of the sequence before, keys": (only("begin_k // KEYS + sequence", "begin_k // KEYS"), "q", NAN_PACKED, DOWN),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_mutant_of_the_marks_fails(name):
+    replacements, where, text, kernels = MARKS[name]
+    (dq, dk, dv), _, expected = non_finite(where, text, mutants=replacements, kernels=kernels)
+    pairs = zip((dq,) if kernels == ACROSS else (dk, dv), expected[:1] if kernels == ACROSS else expected[1:], strict=True)
+    assert not all(torch.equal(mine.isfinite(), theirs.isfinite()) for mine, theirs in pairs), f"mutant '{name}' lives"
