@@ -16,7 +16,7 @@ SOURCE = r"""
 #undef cuDevicePrimaryCtxRetain
 #define OK { return CUDA_SUCCESS; }
 int fake_launches, fake_grid, fake_attributes, fake_encoded, fake_count;
-unsigned fake_params[64];
+unsigned fake_params[256];
 CUresult cuInit(unsigned flags) OK
 CUresult cuGetErrorString(CUresult code, const char **text) { *text = "fake"; return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)8; return CUDA_SUCCESS; }
@@ -79,7 +79,7 @@ class Fake:
         ctypes.c_int.in_dll(self._library, "fake_count").value = count
 
     def params(self, count: int) -> list[int]:
-        return list((ctypes.c_uint * 64).in_dll(self._library, "fake_params"))[:count]
+        return list((ctypes.c_uint * 256).in_dll(self._library, "fake_params"))[:count]
 
 
 def install(library: Path, stream=lambda device: 0) -> Fake:

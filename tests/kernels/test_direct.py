@@ -25,6 +25,14 @@ PROBLEMS = {
 }
 
 
+BACKWARD = (
+    "b1 h8 q512 k512 d128 bf16 causal",
+    "b3 h4/2 q300 k300 d64 fp16 packed window(9,inf)",
+    "b2 h4/2 q300 k300 d192/128 bf16",
+    "b3 h2 q300 k300 d256 bf16 packed causal",
+)
+
+
 # ---- launches ----------------------------------------------------------------------------------------------------------------
 
 
@@ -38,7 +46,16 @@ def test_what_reaches_the_driver(tmp_path):
     command = [sys.executable, __file__, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    every = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [facts for facts in every if "of backward" not in facts]
+    assert [facts["problem"] for facts in every if "of backward" in facts] == list(BACKWARD)
+    for facts in every[len(found) :]:
+        kernels = 4 if "d192" in facts["problem"] or "d256" in facts["problem"] else 3
+        assert facts["direct"] == [True] * kernels, f"Triton's launcher is not known: {facts}"
+        assert facts["of backward"] == [kernels] * 3, "launches of a call"
+        assert facts["differences"] == [], "a kept launch hands over other parameters than Triton's own"
+        assert facts["encoded again"] == 0, "descriptors of known addresses are encoded once more"
+        assert facts["forms"] == 1, "tensors at other addresses are another form"
     assert [facts["problem"] for facts in found] == list(PROBLEMS)
     for facts in found:
         kernels = 1 if "hopper" not in PROBLEMS[facts["problem"]] else 3 if "packed" in facts["problem"] else 2
@@ -59,6 +76,8 @@ def main(library: str) -> None:
     torch.set_grad_enabled(False)
     for text, plan in PROBLEMS.items():
         print(json.dumps({"problem": text, **launched(fake, text, plan, triton.knobs.runtime)}), flush=True)
+    for text in BACKWARD:
+        print(json.dumps({"problem": text, **launched_backward(fake, text)}), flush=True)
 
 
 def launched(fake, text: str, plan_text: str, runtime) -> dict:
@@ -133,14 +152,61 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
     }
 
 
+def launched_backward(fake, text: str) -> dict:
+    """The same of gradients, whose launches are kept by the form of a call."""
+    from rowmax import Device, Problem, plan, testing
+    from rowmax.kernels import hopper_backward
+    from rowmax.plan.hopper_wide import HopperWideTile
+
+    problem = Problem.parse(text)
+    (tile,) = plan(problem, Device.named("H200"), direction="backward", prefer="hopper").tiles
+    calls_of = hopper_backward.hopper_backward_calls
+    if isinstance(tile, HopperWideTile):
+        calls_of = hopper_backward.wide_backward_calls
+    before, counts, used = len(hopper_backward._kept), [], []
+    for seed in range(3):
+        operands = testing.operands(problem, seed=seed)
+        grad_out, grad_lse = testing.cotangents(problem)
+        out, lse = torch.empty_like(grad_out), torch.empty_like(grad_lse)
+        given = (out, lse, grad_out, grad_lse, *(torch.zeros_like(t) for t in operands[:3]))
+        used.append((operands, given))  # so that the next ones lie elsewhere
+        launches = fake.launches
+        hopper_backward.run(problem, operands, tile, *given)
+        counts.append(fake.launches - launches)
+    (again, _likes), *_ = list(hopper_backward._kept.values())[before:]
+    calls = calls_of(problem, operands, tile, *given)
+    everything = (*operands[:5], *given, *calls[0].tensors[hopper_backward.MADE])
+    differences, direct = [], []
+    for (launcher, mine), call in zip(again.arguments(*everything), calls, strict=True):
+        direct.append(launcher.is_direct)
+        count = parameters(launcher.compiled.src.signature.values())
+        fake.keep(count)
+        launcher.enqueue(0, *mine)
+        one = [fake.grid, fake.attributes, *fake.params(count)]
+        launcher._public(*call.tensors, *call.numbers)
+        other = [fake.grid, fake.attributes, *fake.params(count)]
+        fake.keep(0)
+        differences += [[i, a, b] for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    encoded = fake.encoded
+    for _ in range(3):
+        again(*everything)
+    return {
+        "direct": direct,
+        "of backward": counts,
+        "differences": differences,
+        "encoded again": fake.encoded - encoded,
+        "forms": len(hopper_backward._kept) - before,
+    }
+
+
 def parameters(signature) -> int:
-    """How many the driver is handed: a descriptor comes with sizes and strides of its four dimensions."""
+    """How many the driver is handed: a descriptor comes with size and stride of each of its dimensions."""
     count = 0
     for kind in signature:
         if isinstance(kind, tuple):
             count += parameters(kind)
         elif kind != "constexpr":
-            count += 9 if kind.startswith("tensordesc") else 1
+            count += 3 + 2 * kind[: kind.index("]")].count(",") if kind.startswith("tensordesc") else 1
     return count
 
 

@@ -21,7 +21,6 @@ from rowmax.plan import Plan
 from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
 from rowmax.plan.hopper import HopperTile, out_columns, padded_dims
-from rowmax.plan.hopper_wide import HopperWideTile
 from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
@@ -201,15 +200,12 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
             nothing = (_sink_gradient(operands.sink, lse * LOG2E, delta),)
         return dq, dk, dv, *nothing
     if plan.algorithm == "hopper":  # all three at once
-        from rowmax.kernels.backward_launch import hopper_backward_calls
-        from rowmax.kernels.backward_wide_launch import wide_backward_calls
+        from rowmax.kernels import hopper_backward
 
-        calls: Any = wide_backward_calls if isinstance(plan.tiles[0], HopperWideTile) else hopper_backward_calls
         whole = (t if need else make(like.shape, dtype=like.dtype, device=device)
                  for t, need, like in zip((dq, dk, dv), needs[:3], (q, k, v), strict=True))  # fmt: skip
         given = torch.zeros_like(out) if grad_out is None else grad_out
-        for call in calls(problem, operands, plan.tiles[0], out, lse, given, grad_lse, *whole):
-            _launch(device, call)
+        hopper_backward.run(problem, operands, plan.tiles[0], out, lse, given, grad_lse, *whole)
         return dq, dk, dv, *nothing
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     _launch(device, row_call(problem, out, grad_out, lse, grad_lse, lse_log2, delta))

@@ -1,0 +1,59 @@
+"""The Hopper backward of a plan: launches of `backward_launch.py` or `backward_wide_launch.py`, kept by the form of a call."""
+
+from typing import Any, Optional
+
+import torch
+
+from rowmax.kernels import launch
+from rowmax.kernels.again import Again, form
+from rowmax.kernels.backward_launch import hopper_backward_calls
+from rowmax.kernels.backward_wide_launch import wide_backward_calls
+from rowmax.plan.hopper_wide import HopperWideTile
+from rowmax.plan.tile import Tile
+from rowmax.problem import Operands, Problem
+
+MADE = slice(4, 8)  # of the first call's tensors: what the launches hand on to each other, new for every call
+_kept: dict = {}  # form of a call -> its launches and what they need made
+
+
+def run(
+    problem: Problem,
+    operands: Operands,
+    tile: Tile,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: Optional[torch.Tensor],
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """Computes into dq, dk and dv, all three whole; packed ones are 0 before."""
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    device = operands.q.device
+    given = (*operands[:5], out, lse, grad_out, grad_lse, dq, dk, dv)
+    key = (problem, tile, device.index, *map(form, given))
+    kept = _kept.get(key)
+    if kept is not None and device.index == torch.cuda.current_device():
+        again, likes = kept
+        again(*given, *_made(likes, operands.q, problem.packed))
+        return
+    calls_of: Any = wide_backward_calls if isinstance(tile, HopperWideTile) else hopper_backward_calls
+    calls = calls_of(problem, operands, tile, out, lse, grad_out, grad_lse, dq, dk, dv)
+    builds = [launch._launch(device, call) for call in calls]
+    if None in builds:  # the interpreter
+        return
+    if len(_kept) >= launch.MAX_BUILDS:
+        _kept.clear()
+    made = calls[0].tensors[MADE]
+    likes = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in made]
+    _kept[key] = Again(calls, builds, (*given, *made)), likes
+
+
+def _made(likes: list, q: torch.Tensor, packed: bool) -> list:
+    """LSE and delta of each row, sums of dQ where there are some, and marks; between packed rows are numbers nobody writes."""
+    lse_log2, _delta, sums, suspect = likes
+    lines = (q.new_zeros if packed else q.new_empty)((2, *lse_log2[0]), dtype=lse_log2[1])
+    more = [None if like is None else q.new_empty(like[0], dtype=like[1]) for like in (sums, suspect)]
+    return [lines[0], lines[1], *more]
