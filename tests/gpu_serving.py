@@ -175,7 +175,7 @@ def debug_names_the_entry_that_is_wrong():
     wrong = (({"block_table": 10**6}, "block_table[0, 0] is 1000000"), ({"seqlens_k": [4, -9, 20]}, "seqlens_k[1] is -9"))
     for lies, says in wrong:
         text, said = "b3 h4/2 q12 k96 d64 bf16 causal packed paged8", ""
-        *tensors, cu = paged_cases.lying(text, lengths, device="cuda", **lies)[1]
+        *tensors, cu = paged_cases.lying(text, lengths, device="cuda", **lies)[1][:6]
         try:
             rowmax.attention_paged(*tensors, cu_seqlens_q=cu, debug=True)
         except rowmax.ProblemError as error:

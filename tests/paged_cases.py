@@ -67,6 +67,10 @@ def _cases() -> list[PagedCase]:
     add("b6 h4/2 q60 k80 d64 bf16 causal packed paged5", mixed, splits=2, heads_first=True)
     add("b6 h4/2 q60 k80 d64 bf16 window(9,1) packed paged16 maxq30", mixed, "probe")
     add("b2 h4/2 q1 k80 d64 bf16 causal paged16", decode(75, 16), heads_first=True)
+    for text in ("q3 k80 d64 bf16", "q1 k80 d96/40 fp16"):
+        queries = int(text[1])
+        for kind in ("normal", "spiky(3)"):
+            add(f"b2 h4/2 {text} causal paged16 e4m3", [(queries, 75), (queries, 9)], kind, splits=2)
     add("b3 h4/2 q2 k0 d64 bf16 causal paged16", [(2, 0)] * 3)
     add("b0 h4/2 q0 k16 d64 bf16 causal packed paged16", [])
     add("b0 h4/2 q1 k16 d64 bf16 causal paged16", [])

@@ -16,8 +16,9 @@ BACKENDS = ["cpu", *(["interpreted"] if os.environ.get("TRITON_INTERPRET") == "1
 
 def run(backend, operands, interleaved=False):
     if backend == "cpu":
-        *tensors, cu, cos, sin = operands
-        return append_kv(*tensors, cu_seqlens=cu, rotary_cos=cos, rotary_sin=sin, interleaved=interleaved)
+        *tensors, cu, cos, sin, k_scale, v_scale = operands
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return append_kv(*tensors, cu_seqlens=cu, rotary_cos=cos, rotary_sin=sin, interleaved=interleaved, **scales)
     from rowmax.kernels.decode_launch import append
 
     return append(operands, interleaved)
@@ -139,7 +140,7 @@ def test_wrong_appends_are_told_what_is_wrong(changes, says):
 
 def test_append_keeps_its_word_as_an_operator():
     pages, k = torch.zeros(3, 4, 1, 2), torch.ones(2, 1, 2)
-    given = (pages, pages.clone(), k, k.clone(), torch.tensor([[0, 9], [1, 2]]), torch.tensor([1, 1]), None, None, None, False)
+    given = (pages, pages.clone(), k, k.clone(), torch.tensor([[0, 9], [1, 2]]), torch.tensor([1, 1]), *[None] * 5, False)
     torch.library.opcheck(
         rowmax.ops_paged.APPEND, given, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )

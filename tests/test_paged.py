@@ -43,7 +43,7 @@ def test_case(case, backend):
 )
 def test_the_cpu_names_the_entry_that_is_wrong(lies, says):
     _, operands = paged_cases.lying("b3 h4/2 q12 k32 d16 fp32 causal packed paged8", [(4, 30), (1, 9), (7, 20)], **lies)
-    *tensors, cu = operands
+    *tensors, cu = operands[:6]
     for debug in (False, True):
         with pytest.raises(ProblemError, match=says):
             attention_paged(*tensors, cu_seqlens_q=cu, plan="gathered", debug=debug)
@@ -121,7 +121,7 @@ def test_the_operators_keep_their_word():
         torch.tensor([[1, 3], [0, 0]]),
         torch.tensor([12, 5]),
     )
-    numbers = (None, None, None, None, 0, None, False, "gathered")
+    numbers = (None, None, None, None, None, None, 0, None, False, "gathered")
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     for need_lse in (False, True):
         torch.library.opcheck(torch.ops.rowmax.paged.default, (need_lse, *given, *numbers), test_utils=tests)

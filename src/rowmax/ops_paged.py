@@ -21,7 +21,8 @@ _launches: dict = {}  # form of a call -> its launch, or None on the CPU
 
 _SCHEMA = (
     "bool need_lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seqlens_k, Tensor? cu_seqlens_q, "
-    "SymInt? max_seqlen_q, float? scale, SymInt? left, SymInt? right, SymInt? num_splits, bool batch_invariant, str plan"
+    "Tensor? k_scale, Tensor? v_scale, SymInt? max_seqlen_q, float? scale, SymInt? left, SymInt? right, SymInt? num_splits, "
+    "bool batch_invariant, str plan"
 )
 _LIBRARY.define(f"paged({_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(f"paged_into(Tensor(a!) out, {_SCHEMA}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -29,11 +30,10 @@ PAGED = torch.ops.rowmax.paged.default
 PAGED_INTO = torch.ops.rowmax.paged_into.default
 
 
-def describe(
-    q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q, scale, left, right, _splits, invariant, _plan
-):
+def describe(*call):
     """`(problem, operands)`, validated."""
-    operands = PagedOperands(q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q)
+    operands = PagedOperands(*call[:8])
+    max_seqlen_q, scale, left, right, _, invariant, _ = call[8:]
     numbers = {"left": left, "right": right, "scale": scale, "max_len_q": max_seqlen_q, "batch_invariant": invariant}
     return PagedProblem.describe(operands, **numbers), operands
 
@@ -73,16 +73,16 @@ def _check_out(problem: PagedProblem, q, out) -> None:
 
 def run(out, need_lse, *call):
     """`(out, lse)`, lse None unless it is needed; `out` None: made here."""
-    q, k, v, table, lengths, cu = call[:6]
+    q, k, v, table, lengths, cu, k_scale, v_scale = call[:8]
     tensors = (q, k, v, table, lengths)
     if all(type(t) in PLAIN for t in tensors):
         form = (
-            *(need_lse, call[6:], None if out is None else _form(out), None if cu is None else _form(cu)),
+            *(need_lse, call[8:], *(None if t is None else _form(t) for t in (out, cu, k_scale, v_scale))),
             *(k.data_ptr() == v.data_ptr(), *map(_form, tensors)),
         )
         launch = _launches.get(form)
         if launch is not None:
-            return launch(need_lse, out, PagedOperands(*call[:6]))
+            return launch(need_lse, out, PagedOperands(*call[:8]))
     else:
         form = None
     problem, operands, chosen = plan_paged(*call)
@@ -163,7 +163,7 @@ _LIBRARY.impl("paged_into", _paged_into_autograd, "Autograd")
 
 _LIBRARY.define(
     "append_kv(Tensor(a!) k_pages, Tensor(b!)? v_pages, Tensor k, Tensor? v, Tensor block_table, Tensor seqlens_k, "
-    "Tensor? cu_seqlens, Tensor? cos, Tensor? sin, bool interleaved) -> ()",
+    "Tensor? cu_seqlens, Tensor? cos, Tensor? sin, Tensor? k_scale, Tensor? v_scale, bool interleaved) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 APPEND = torch.ops.rowmax.append_kv.default

@@ -19,6 +19,8 @@ from rowmax.errors import ProblemError
 from rowmax.mask import Band
 from rowmax.problem import DTYPE_NAMES, MAX_SCALE, Problem
 
+E4M3 = torch.float8_e4m3fn
+MOST_E4M3 = 448.0  # its largest number
 MAX_DIM = 576  # of q and k in multi-head latent attention, whose values are the first 512
 
 
@@ -32,6 +34,8 @@ class PagedOperands(NamedTuple):
     block_table: Any  # tensor [B, pages of a sequence]
     seqlens_k: Any  # tensor [B]
     cu_seqlens_q: Optional[torch.Tensor] = None  # [B + 1]
+    k_scale: Optional[torch.Tensor] = None  # fp32 [Hk], of pages in 8 bits: keys are their numbers times this
+    v_scale: Optional[torch.Tensor] = None
 
 
 class AppendOperands(NamedTuple):
@@ -46,6 +50,8 @@ class AppendOperands(NamedTuple):
     cu_seqlens: Optional[torch.Tensor] = None  # [B + 1]
     cos: Optional[torch.Tensor] = None  # [positions, pairs of columns]
     sin: Optional[torch.Tensor] = None
+    k_scale: Optional[torch.Tensor] = None  # as for `PagedOperands`
+    v_scale: Optional[torch.Tensor] = None
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,18 @@ class PagedProblem(Problem):
         len_q: tokens a sequence; packed: of all sequences together.
         len_k: keys that a sequence may have: columns of the block table times `page_size`.
         page_size: slots of a page.
+        eight_bits: pages hold e4m3 numbers, each head's times a scale; computed as if they were multiplied first.
         batch_invariant: the result of a query depends on nothing but itself and the keys that it sees, bit for bit.
     """
 
     page_size: int = 16
     batch_invariant: bool = False
+    eight_bits: bool = False
 
     max_dim: ClassVar[int] = MAX_DIM
     more_words: ClassVar[tuple] = (
         (r"paged(\d+)", lambda m: {"page_size": int(m[1])}),
+        (r"e4m3", lambda m: {"eight_bits": True}),
         (r"invariant", lambda m: {"batch_invariant": True}),
     )
 
@@ -76,7 +85,7 @@ class PagedProblem(Problem):
             raise ProblemError(f"page_size must be at least 1; got {self.page_size} in '{self}'.")
 
     def __str__(self) -> str:
-        return f"{super().__str__()} paged{self.page_size}" + " invariant" * self.batch_invariant
+        return f"{super().__str__()} paged{self.page_size}" + " e4m3" * self.eight_bits + " invariant" * self.batch_invariant
 
     @classmethod
     def describe(  # type: ignore[override]
@@ -94,15 +103,15 @@ class PagedProblem(Problem):
         Raises:
             ProblemError: says what arrived, what is required and the fix.
         """
-        q, k, v, table, lengths, cu = operands
+        q, k, v, table, lengths, cu = operands[:6]
         _check_tensors(operands)
         shapes = (q.shape, k.shape, v.shape, table.shape, cu is not None, len(lengths))
-        return _describe(cls, *shapes, q.dtype, left, right, scale, max_len_q, batch_invariant)
+        return _describe(cls, *shapes, q.dtype, left, right, scale, max_len_q, batch_invariant, k.dtype == E4M3)
 
 
 @lru_cache(maxsize=4096)
 def _described(
-    cls, q_shape, k_shape, v_shape, table_shape, packed, batch, dtype, left, right, scale, max_len_q, invariant
+    cls, q_shape, k_shape, v_shape, table_shape, packed, batch, dtype, left, right, scale, max_len_q, invariant, eight_bits
 ) -> PagedProblem:
     shapes = f"q {list(q_shape)}, k_pages {list(k_shape)}, v_pages {list(v_shape)}"
     heads_q, dim_qk = q_shape[-2:]
@@ -152,6 +161,7 @@ def _described(
         max_len_q=max_len_q,
         page_size=page_size,
         batch_invariant=invariant,
+        eight_bits=eight_bits,
     )
 
 
@@ -163,7 +173,7 @@ def _describe(*call) -> PagedProblem:
 
 
 def _check_tensors(operands: PagedOperands) -> None:
-    q, k, v, table, lengths, cu = operands
+    q, k, v, table, lengths, cu, k_scale, v_scale = operands
     ranks = (3,) if cu is not None else (3, 4)
     if q.dim() not in ranks:
         layout = "[T, H, D] beside cu_seqlens_q" if cu is not None else "[B, H, D] (one token a sequence) or [B, T, H, D]"
@@ -172,15 +182,33 @@ def _check_tensors(operands: PagedOperands) -> None:
         if pages.dim() != 4:
             raise ProblemError(f"{name} must have the layout [page, slot, H, D]; got shape {list(pages.shape)}.")
     for name, tensor in (("q", q), ("k_pages", k), ("v_pages", v)):
-        if tensor.dtype not in DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES and (name == "q" or tensor.dtype != E4M3):
             raise ProblemError(f"{name} has dtype {tensor.dtype}; required is one of {', '.join(map(str, DTYPE_NAMES))}.")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ProblemError(
                 f"{name} must have stride 1 in its last dimension; got strides {tensor.stride()} for shape "
                 f"{list(tensor.shape)}."
             )
-    if not q.dtype == k.dtype == v.dtype:
+    if k.dtype == v.dtype == E4M3:
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            raise ProblemError(f"over pages in 8 bits q must be fp16 or bf16; got {q.dtype}.")
+    elif not q.dtype == k.dtype == v.dtype:
         raise ProblemError(f"q, k_pages and v_pages must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}.")
+    for name, factors in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if factors is None:
+            continue
+        if k.dtype != E4M3:
+            raise ProblemError(f"{name} belongs to pages in 8 bits (torch.float8_e4m3fn); got pages in {k.dtype}.")
+        if (
+            factors.dtype != torch.float32
+            or factors.shape != k.shape[2:3]
+            or factors.device != q.device
+            or factors.stride(0) != 1
+        ):
+            raise ProblemError(
+                f"{name} must be torch.float32 [Hk], here [{k.shape[2]}], on {q.device}; got {factors.dtype} "
+                f"{list(factors.shape)} on {factors.device}."
+            )
     numbers = [("block_table", table, 2, "[B, pages of a sequence]"), ("seqlens_k", lengths, 1, "[B]")]
     numbers += [] if cu is None else [("cu_seqlens_q", cu, 1, "[B + 1]")]
     for name, tensor, rank, layout in numbers:
@@ -206,7 +234,7 @@ def check_values(problem: PagedProblem, operands: PagedOperands) -> None:
     Raises:
         ProblemError: names the sequence, what it has, and what is allowed.
     """
-    q, k, _, table, lengths, cu = operands
+    q, k, _, table, lengths, cu = operands[:6]
     for b, length in enumerate(lengths.tolist()):
         if not 0 <= length <= problem.len_k:
             raise ProblemError(
@@ -241,11 +269,11 @@ def check_append(operands: AppendOperands) -> None:
     Raises:
         ProblemError: what arrived, what is required and the fix.
     """
-    k_pages, v_pages, k, v, table, lengths, cu, cos, sin = operands
+    k_pages, v_pages, k, v, table, lengths, cu, cos, sin, k_scale, v_scale = operands
     if (v_pages is None) != (v is None):
         raise ProblemError("v and v_pages come together, or neither where values are columns of the keys.")
     # A call of attention with k for q has the same layouts, lengths and devices.
-    _check_tensors(PagedOperands(k, k_pages, k_pages if v_pages is None else v_pages, table, lengths, cu))
+    _check_tensors(PagedOperands(k, k_pages, k_pages if v_pages is None else v_pages, table, lengths, cu, k_scale, v_scale))
     pairs = [("k", k, k_pages)] if v is None or v_pages is None else [("k", k, k_pages), ("v", v, v_pages)]
     for name, new, pages in pairs:
         if new.dim() != k.dim() or new.shape[:-2] != k.shape[:-2] or new.shape[-2:] != pages.shape[-2:]:
@@ -253,9 +281,9 @@ def check_append(operands: AppendOperands) -> None:
                 f"{name} must have k's tokens and the heads and dimension of its pages; got {list(new.shape)} beside k "
                 f"{list(k.shape)} and pages {list(pages.shape)}."
             )
-        if new.dtype != pages.dtype or (new.shape[-1] > 1 and new.stride(-1) != 1):
+        if new.dtype != k.dtype or (new.shape[-1] > 1 and new.stride(-1) != 1):
             raise ProblemError(
-                f"{name} must be {pages.dtype} with stride 1 in its last dimension; got {new.dtype}, {new.stride()}."
+                f"{name} must be {k.dtype} with stride 1 in its last dimension; got {new.dtype}, {new.stride()}."
             )
     if table.shape[0] != lengths.shape[0] or (cu is None and k.shape[0] != lengths.shape[0]):
         raise ProblemError(

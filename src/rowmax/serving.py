@@ -21,6 +21,8 @@ def attention_paged(
     seqlens_k: torch.Tensor,
     *,
     cu_seqlens_q: Optional[torch.Tensor] = None,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
     max_seqlen_q: Optional[int] = None,
     causal: bool = True,
     window: Optional[Window] = None,
@@ -48,6 +50,8 @@ def attention_paged(
             sequence does not reach may hold anything.
         seqlens_k: int32 or int64 `[B]`: keys of each sequence, those of the new tokens included, which must be in the cache.
         cu_seqlens_q: int32 or int64 `[B + 1]`, as for `attention_varlen`.
+        k_scale, v_scale: fp32 `[Hk]`, of pages in 8 bits (`torch.float8_e4m3fn`, q in fp16 or bf16): keys and values are the
+            pages' numbers times their head's scale. `None` is 1.
         max_seqlen_q: hint for the tile; the result does not depend on it.
         causal: the last query sees the last key, the one before it one key less.
         window: `(left, right)` around that diagonal, as for `attention`.
@@ -83,8 +87,16 @@ def attention_paged(
     left, right = _band(causal, window)
     scale = scale if scale is None or type(scale) is float else _number("scale", scale)
     call = (
-        *(return_lse, q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, _hint("max_seqlen_q", max_seqlen_q)),
-        *(scale, left, right, _hint("num_splits", num_splits), batch_invariant, "" if plan is None else str(plan)),
+        *(return_lse, q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale),
+        *(
+            _hint("max_seqlen_q", max_seqlen_q),
+            scale,
+            left,
+            right,
+            _hint("num_splits", num_splits),
+            batch_invariant,
+            "" if plan is None else str(plan),
+        ),
     )
     if debug:
         _check_on_the_host(call)
@@ -113,6 +125,8 @@ def append_kv(
     rotary_cos: Optional[torch.Tensor] = None,
     rotary_sin: Optional[torch.Tensor] = None,
     interleaved: bool = False,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
 ) -> None:
     """Write the keys and values of new tokens into the pages of their sequences, in place.
 
@@ -123,6 +137,7 @@ def append_kv(
         v: alike with Dv for D; with `v_pages=None` also None, where values are columns of the keys.
         rotary_cos, rotary_sin: `[positions, pairs]`: rotate the first `2 * pairs` columns of a key by the angles of its
             position (`rotate` does the same to queries).
+        k_scale, v_scale: as for `attention_paged`: into pages in 8 bits go k and v divided by them, at most 448 in size.
         interleaved: pairs are columns (2i, 2i + 1) instead of (i, pairs + i).
 
     A token whose place is outside of the table, or in a page that is not there, is not written; on the CPU it is an error.
@@ -134,7 +149,7 @@ def append_kv(
     for name, tensor in {"k_pages": k_pages, "k": k, "block_table": block_table, "seqlens_k": seqlens_k}.items():
         if not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin, interleaved)
+    APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin, k_scale, v_scale, interleaved)
 
 
 def _check_on_the_host(call) -> None:

@@ -8,7 +8,7 @@ import torch
 from rowmax import cpu
 from rowmax.errors import ProblemError
 from rowmax.mask import end_key, first_key
-from rowmax.paged import AppendOperands, PagedOperands, PagedProblem, check_bounds, check_values, rotate
+from rowmax.paged import E4M3, MOST_E4M3, AppendOperands, PagedOperands, PagedProblem, check_bounds, check_values, rotate
 from rowmax.plan import Plan
 from rowmax.problem import Operands
 
@@ -16,7 +16,7 @@ from rowmax.problem import Operands
 def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse: bool, out: torch.Tensor, lse):
     """Writes out, shaped as q, and lse (None unless `need_lse`)."""
     check_values(problem, operands)
-    q, k, v, table, lengths, cu = operands
+    q, k, v, table, lengths, cu, k_scale, v_scale = operands
     bounds = None if cu is None else cu.tolist()
     if bounds is not None:  # rows outside every sequence
         out.zero_()
@@ -29,6 +29,8 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
             one_q, one_out = (t.unsqueeze(1 if bounds is None else 0) for t in (one_q, one_out))
         ids = table[b, : -(-keys // problem.page_size)].long()
         one_k, one_v = (t[ids].flatten(0, 1)[None, :keys] for t in (k, v))
+        if problem.eight_bits:  # exact in fp32
+            one_q, one_k, one_v = one_q.float(), _dequantised(one_k, k_scale), _dequantised(one_v, v_scale)
         if problem.batch_invariant:
             result, result_lse = _one_by_one(problem, one_q[0], one_k[0], one_v[0], need_lse)
             one_out.copy_(result[None])
@@ -36,7 +38,7 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
             if need_lse:
                 where.copy_(result_lse.view(where.shape))
             continue
-        one = problem.with_(batch=1, len_q=one_q.shape[1], len_k=keys, packed=False, max_len_q=None)
+        one = problem.with_(dtype=one_q.dtype, batch=1, len_q=one_q.shape[1], len_k=keys, packed=False, max_len_q=None)
         result, result_lse = cpu.forward(one, Operands(one_q, one_k, one_v), plan, need_lse)
         one_out.copy_(result)
         if need_lse and bounds is None:
@@ -84,7 +86,7 @@ def append(operands: AppendOperands, interleaved: bool) -> None:
     Raises:
         ProblemError: a token has no place; names the sequence. Nothing is written then.
     """
-    k_pages, v_pages, k, v, table, lengths, cu, cos, sin = operands
+    k_pages, v_pages, k, v, table, lengths, cu, cos, sin, k_scale, v_scale = operands
     size, columns = k_pages.shape[1], table.shape[1]
     if cu is None:
         counts = torch.full_like(lengths, 1 if k.dim() == 3 else k.shape[1])
@@ -114,6 +116,16 @@ def append(operands: AppendOperands, interleaved: bool) -> None:
         if len(position) and int(position.max()) >= cos.shape[0]:
             raise ProblemError(f"rotary_cos has {cos.shape[0]} positions; a token is at {int(position.max())}.")
         k = rotate(k, cos[position], sin[position], interleaved=interleaved)
-    k_pages[page, position % size] = k
+    k_pages[page, position % size] = _quantised(k, k_scale) if k_pages.dtype == E4M3 else k
     if v is not None and v_pages is not None:
-        v_pages[page, position % size] = v
+        v_pages[page, position % size] = _quantised(v, v_scale) if v_pages.dtype == E4M3 else v
+
+
+def _quantised(x: torch.Tensor, scale) -> torch.Tensor:
+    """`[T, H, D]` in 8 bits; what is too large for them becomes the largest number."""
+    x = x.float() if scale is None else x.float() / scale[:, None]
+    return x.clamp(-MOST_E4M3, MOST_E4M3).to(E4M3)
+
+
+def _dequantised(x: torch.Tensor, scale) -> torch.Tensor:
+    return x.float() if scale is None else x.float() * scale[:, None]

@@ -15,7 +15,7 @@ from rowmax.kernels.triton.append import append_kernel
 from rowmax.kernels.triton.combine import combine_kernel
 from rowmax.kernels.triton.decode import decode_kernel
 from rowmax.numerics import LOG2E
-from rowmax.paged import AppendOperands, PagedOperands, PagedProblem
+from rowmax.paged import MOST_E4M3, AppendOperands, PagedOperands, PagedProblem
 from rowmax.plan import Plan
 from rowmax.plan.split_kv import SplitTile, least_turns, padded_dims, row_tiles
 from rowmax.plan.tile import Tile
@@ -65,7 +65,7 @@ def calls(
         parts: fp32 memory of `part_elements`, or None where that is 0.
         early: the combine kernel may begin before the decode kernel has ended (compute capability 9.0 and newer).
     """
-    q, k, v, table, lengths, cu = operands
+    q, k, v, table, lengths, cu, k_scale, v_scale = operands
     paged = isinstance(problem, PagedProblem)
     tiles = row_tiles(problem, tile.block_m)
     items = tiles * problem.heads_k
@@ -92,7 +92,7 @@ def calls(
         *(least_turns(tile.block_n), batch_block, fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
     )
     # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
-    tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu)
+    tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale)
     decode = Call(decode_kernel, programs, tensors, numbers, tile)
     if not slots:
         return (decode,)
@@ -136,7 +136,7 @@ def dense(problem: Problem, operands: Operands, tile: SplitTile, out, lse) -> An
 
     def once_more(q, k, v, out, lse, _cu_q, _cu_k):
         parts = memory(q)
-        again(*map(launch._address, (q, k, v, out, lse, parts, None, None, None)))
+        again(*map(launch._address, (q, k, v, out, lse, parts, None, None, None, None, None)))
 
     return once_more
 
@@ -166,9 +166,9 @@ class Paged:
         if not has_work(self._problem):
             return out, lse
         parts = q.new_empty(self._elements, dtype=torch.float32) if self._elements else None
-        _, k, v, table, lengths, cu = operands
+        _, k, v, *others = operands
         if self._again is not None and q.device.index == torch.cuda.current_device():
-            self._again(*map(launch._address, (q, k, v, out, lse, parts, table, lengths, cu)))
+            self._again(*map(launch._address, (q, k, v, out, lse, parts, *others)))
             return out, lse
         self._again = run(self._problem, operands, self._tile, out, lse, parts)
         return out, lse
@@ -184,9 +184,9 @@ def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, pa
         return None
     first, *second = [(build, call.numbers) for build, call in zip(builds, made, strict=True)]
 
-    def again(q, k, v, out, lse, parts, table, lengths, cu):
+    def again(q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale):
         build, numbers = first
-        build(q, k, v, out, lse, parts, table, lengths, cu, *numbers)
+        build(q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *numbers)
         for build, numbers in second:
             build(out, lse, parts, lengths, cu, *numbers)
 
@@ -195,7 +195,7 @@ def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, pa
 
 def append_call(operands: AppendOperands, interleaved: bool) -> Call:
     """Validated operands; there are rows, heads and sequences."""
-    k_pages, v_pages, k, v, table, lengths, cu, cos, sin = operands
+    k_pages, v_pages, k, v, table, lengths, cu, cos, sin, k_scale, v_scale = operands
     packed = cu is not None
     if k.dim() == 3 and not packed:
         k, v = k.unsqueeze(1), None if v is None else v.unsqueeze(1)
@@ -208,17 +208,10 @@ def append_call(operands: AppendOperands, interleaved: bool) -> Call:
         *(_strides(k), _strides(like), _strides(k_pages), _strides(pages_like), table.stride(0)),
         *(*(0 if angle is None else angle.stride(0) for angle in (cos, sin)), lengths.shape[0]),
         *(heads, k.shape[0] if packed else k.shape[1], table.shape[1], k_pages.shape[0], k_pages.shape[1]),
-        *(
-            0 if cos is None else cos.shape[0],
-            dim,
-            dim_v,
-            _padded(dim),
-            _padded(dim_v),
-            1 if cos is None else cos.shape[1],
-            interleaved,
-        ),
+        *(0 if cos is None else cos.shape[0], dim, dim_v, _padded(dim), _padded(dim_v)),
+        *(1 if cos is None else cos.shape[1], interleaved, MOST_E4M3),
     )
-    tensors = (k, v, k_pages, v_pages, table, lengths, cu, cos, sin)
+    tensors = (k, v, k_pages, v_pages, table, lengths, cu, cos, sin, k_scale, v_scale)
     return Call(append_kernel, rows * heads, tensors, numbers, Tile(1, 1, 1, 1))
 
 

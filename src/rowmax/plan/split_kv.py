@@ -74,6 +74,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return "computes plain scores only: no soft-cap, ALiBi or sink logits"
     if problem.dim_qk > MOST_DIM or problem.dim_v > MOST_DIM_V:
         return f"takes dims up to {MOST_DIM} of q and k and {MOST_DIM_V} of v, not {problem.dim_qk} and {problem.dim_v}"
+    if isinstance(problem, PagedProblem) and problem.eight_bits and device.kind == "cuda" and device.capability < (8, 9):
+        return f"pages in 8 bits need compute capability 8.9; {device.name} has {device.capability[0]}.{device.capability[1]}"
     if problem.len_q * problem.heads_q >= 2**31 or problem.len_q + problem.len_k >= 2**29:
         return "takes up to 2^31 pairs of query and head, and 2^29 queries and keys of a sequence"
     return None

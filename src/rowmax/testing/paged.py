@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 import torch
 
 from rowmax.mask import Band
-from rowmax.paged import PagedOperands, PagedProblem
+from rowmax.paged import E4M3, PagedOperands, PagedProblem
 from rowmax.plan import Plan
 from rowmax.problem import Operands
 from rowmax.serving import attention_paged
@@ -44,6 +44,13 @@ def paged_operands(
     queries, keys = (sum(pair[i] for pair in lengths) for i in (0, 1))
     flat: Any = problem.with_(packed=True, len_q=max(queries, problem.len_q if problem.packed else 0), len_k=keys)
     packed = operands(flat, kind, seed=seed, device=device, lengths=lengths)
+    scales: tuple = (None, None)
+    stored = [packed.k, packed.v]
+    if problem.eight_bits:  # powers of two, so that what the pages stand for is exact in 16 bits
+        scales = tuple(2.0 ** (torch.arange(problem.heads_k, device=device) % 3 - first) for first in (3, 2))
+        stored = [(t.float() / scale[:, None]).to(E4M3) for t, scale in zip(stored, scales, strict=True)]
+        meant = [(t.float() * scale[:, None]).to(problem.dtype) for t, scale in zip(stored, scales, strict=True)]
+        packed = packed._replace(k=meant[0], v=meant[1])
     generator = torch.Generator().manual_seed(seed)
     size, columns = problem.page_size, problem.len_k // problem.page_size
     used = [-(-length // size) for _, length in lengths]
@@ -58,15 +65,15 @@ def paged_operands(
         first += count
     where = torch.cat([*slots, torch.zeros(0, dtype=torch.long)]).to(device)
     pages = []
-    for dense in (packed.k, packed.v):
-        memory = torch.full((len(order) * size, *dense.shape[1:]), math.nan, dtype=dense.dtype, device=device)
+    for dense in stored:
+        memory = torch.full((len(order) * size, *dense.shape[1:]), math.nan, device=device).to(dense.dtype)
         memory[where] = dense[:keys]
         memory = memory.view(len(order), size, *dense.shape[1:])
         pages.append(memory.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else memory)
     q = packed.q if problem.packed else packed.q.view(problem.batch, problem.len_q, *packed.q.shape[1:])
     counts = torch.tensor([length for _, length in lengths], dtype=ids, device=device)
     cu = packed.cu_seqlens_q.to(ids) if problem.packed and packed.cu_seqlens_q is not None else None
-    return PagedOperands(q, pages[0], pages[1], table.to(ids).to(device), counts, cu), flat, packed
+    return PagedOperands(q, pages[0], pages[1], table.to(ids).to(device), counts, cu, *scales), flat, packed
 
 
 def attend_paged(
@@ -82,7 +89,7 @@ def attend_paged(
     arguments["batch_invariant"] = problem.batch_invariant
     arguments["scale"] = None if problem.scale == problem.dim_qk**-0.5 else problem.scale
     arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
-    *tensors, cu = operands
+    *tensors, cu, arguments["k_scale"], arguments["v_scale"] = operands
     return attention_paged(*tensors, cu_seqlens_q=cu, max_seqlen_q=problem.max_len_q, **arguments)
 
 

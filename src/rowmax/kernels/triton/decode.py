@@ -68,10 +68,10 @@ def _walk(
             ids = page_ids(table, col, end, pages, page_size, PAGE, BLOCK_N)
         k_rows = key_offsets(ids, col, k_strides, page_size, PAGE, BLOCK_N)
         v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
-        k = load_rows(k_base, k_rows, there, 0, DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        k = load_rows(k_base, k_rows, there, 0, DIM, BLOCK_D).to(q.dtype)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if BLOCK_D2:
-            k2 = load_rows(k_base, k_rows, there, BLOCK_D, DIM, BLOCK_D2)
+            k2 = load_rows(k_base, k_rows, there, BLOCK_D, DIM, BLOCK_D2).to(q.dtype)
             s = tl.dot(q2, k2.T, s, input_precision="ieee")
         seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
         s = tl.where(seen, s * scale_log2, float("-inf"))
@@ -80,7 +80,7 @@ def _walk(
         if SHARED:
             v = k
         else:
-            v = load_rows(v_base, v_rows, there, 0, DIM_V, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+            v = load_rows(v_base, v_rows, there, 0, DIM_V, BLOCK_DV).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
         if GUARDED:
             acc = guarded_dot(p, v, seen & there[None, :], acc)
         else:
@@ -128,6 +128,7 @@ def decode_kernel(
     lse_ptr,  # fp32 [B, Hq, T] or [Hq, T]; None: not wanted
     part_ptr,  # fp32, acc [slots, part_rows, DIM_V], then m, then l [slots, part_rows]; None: every item has one part
     table_ptr, seqlens_k, cu_seqlens_q,  # [B, columns], [B], [B + 1]; None: dense
+    k_scale_ptr, v_scale_ptr,  # fp32 [Hk]: what keys and values are to be multiplied by; None: nothing
     q_strides, k_strides, v_strides, o_strides,  # (batch or page, row, head)
     table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, page_size, parts, slots, part_rows,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -181,6 +182,8 @@ def decode_kernel(
     if BLOCK_D2:
         q2 = load_rows(q_base, q_rows, real, BLOCK_D, DIM, BLOCK_D2)
     of_head = tl.cast(head, tl.int64)
+    if k_scale_ptr is not None:
+        scale_log2 *= tl.load(k_scale_ptr + head)
     k_base = k_ptr + of_head * k_strides[2]
     v_base = v_ptr + of_head * v_strides[2]
     table = k_ptr  # not read
@@ -209,6 +212,8 @@ def decode_kernel(
             keys - queries, band, scale_log2, pages, page_size,
             DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
         )  # fmt: skip
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + head)
     dims = tl.arange(0, BLOCK_DV)
     if part_ptr is not None:
         if here > 1:
