@@ -61,7 +61,7 @@ def run_case(job: tuple[int, str, bool]) -> Result:
 def run_cases(
     workers: int = 0, families: tuple[str, ...] = (), backend: str = "q_outer", backward: bool = True
 ) -> Iterator[Result]:
-    """Small cases in `workers` processes (0: as many as there are CPU cores, up to 14), large ones meanwhile in LARGE others."""
+    """Small cases in `workers` processes (0: one for each CPU core, up to 14), large ones meanwhile in LARGE others."""
     import cases
 
     workers = workers or min(os.cpu_count() or 1, 14)

@@ -203,19 +203,25 @@ class PagedKVCache:
         return attention_paged(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
 
     def check(self) -> None:
-        """Assert what must always hold of the host's part; for tests."""
+        """For tests: what must always hold of the host's part.
+
+        Raises:
+            RuntimeError: something does not.
+        """
         users = [0] * len(self._users)
-        for row, pages in self._pages.items():
-            assert len(pages) == -(-self._lengths[row] // self.page_size), (
-                f"sequence {row} has pages without tokens, or too few"
-            )
-            for page in pages:
-                users[page] += 1
-        assert users == self._users, "pages are counted wrongly"
+        for page in (page for pages in self._pages.values() for page in pages):
+            users[page] += 1
         free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
-        assert free == {page for page, count in enumerate(users) if count == 0}, "a page is neither free nor anyone's"
-        assert sorted([*self._rows, *self._pages]) == list(range(self._table.shape[0])), "a sequence is neither free nor in use"
+        sizes = {row: -(-self._lengths[row] // self.page_size) for row in self._pages}
+        wrong = {
+            "sequences have pages without tokens, or too few": sizes != {row: len(pages) for row, pages in self._pages.items()},
+            "pages are counted wrongly": users != self._users,
+            "a page is free twice": len(free) != len(self._free),
+            "a page is neither free nor anyone's": free != {page for page, count in enumerate(users) if count == 0},
+            "a sequence is neither free nor in use": sorted([*self._rows, *self._pages]) != list(range(self._table.shape[0])),
+        }
+        if any(wrong.values()):
+            raise RuntimeError("; ".join(text for text, is_so in wrong.items() if is_so))
 
     # ---- the host's part ----
 

@@ -1,4 +1,4 @@
-"""`flash_attn` without the build: the functions of FlashAttention 2.8.4, same arguments, on any GPU that Triton knows and on a CPU.
+"""`flash_attn` without the build: the functions of FlashAttention 2.8.4, on any GPU that Triton knows and on a CPU.
 
     from rowmax.flash_attn import flash_attn_func       instead of      from flash_attn import flash_attn_func
     rowmax.flash_attn.install()                          for code that cannot be edited: `import flash_attn` gives this package
@@ -7,7 +7,7 @@ Layouts, alignment of masks, scale and returned values are that library's (`inte
 
     dtypes                fp32 works too, and fp64 on the CPU
     gradient of the LSE   honoured; there it is dropped
-    ALiBi                 the returned LSE is that of the documented formula, also where that library leaves out a constant a row
+    ALiBi                 the returned LSE is that of the documented formula; that library may leave out a constant a row
     window, below -1      an error; there any negative number is no limit
     pages                 of any size; there multiples of 256
     dropout               `Unsupported`, until there is one
