@@ -20,6 +20,7 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 ROWS = 64  # of a program before and behind
+MADE = slice(4, 8)  # of the tensors of the first launch: what it hands on to the others
 
 
 def hopper_backward_calls(
@@ -36,7 +37,7 @@ def hopper_backward_calls(
 ) -> tuple[Call, Call, Call]:
     """Rows first, then the gradients, then dQ in its own type. Takes memory: dQ in fp32, and two numbers for a row."""
     from rowmax.kernels.gluon.backward import Build, backward_kernel
-    from rowmax.kernels.gluon.backward_edges import finish_kernel, prepare_kernel
+    from rowmax.kernels.gluon.backward_edges import finish_kernel
 
     why_not = misfit(problem, tile)
     if why_not:
@@ -44,24 +45,12 @@ def hopper_backward_calls(
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     block_d, block_dv = padded_dims(problem)
     lines = problem.heads_q * (1 if problem.packed else problem.batch)
-    line_length = -(-problem.len_q // 4) * 4 + (4 * problem.batch if problem.packed else 0)  # `address.line_begin`
     sums = q.new_empty((lines, problem.len_q, problem.dim_qk), dtype=torch.float32)
-    make = q.new_zeros if problem.packed else q.new_empty  # between sequences are numbers that nobody writes
-    lse_log2, delta = make((2, lines, line_length), dtype=torch.float32)
     key_tiles = _row_tiles(problem, problem.len_k, KEYS)
     flags = _programs(problem, key_tiles, problem.heads_k)
-    suspect = q.new_empty(flags, dtype=torch.int32)
-
-    row_tiles = _row_tiles(problem, problem.len_q, ROWS)
-    programs = _programs(problem, row_tiles, problem.heads_q)
-    given = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous())
-    tensors: tuple = (*given, lse_log2, delta, sums, suspect, cu_seqlens_q)
-    numbers: tuple = (
-        *(_strides(out), _strides(grad_out), problem.batch, problem.heads_q, row_tiles, problem.len_q, line_length, flags),
-        *(problem.dim_qk, problem.dim_v, ROWS, _padded(problem.dim_qk), _padded(problem.dim_v)),
-        1 << (-(-flags // programs) - 1).bit_length(),
-    )
-    prepare = Call(prepare_kernel, programs, tensors, numbers, Tile(ROWS, 1, 4, 1))
+    prepare = prepare_call(problem, operands, out, lse, grad_out, grad_lse, sums, flags)
+    lse_log2, delta, _, suspect = prepare.tensors[MADE]
+    line_length = lse_log2.shape[1]
 
     sources = (
         *(_descriptor(q, tile.block_m, block_d), _descriptor(grad_out, tile.block_m, block_dv)),
@@ -81,6 +70,7 @@ def hopper_backward_calls(
     tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, cu_seqlens_q, cu_seqlens_k)
     backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
+    row_tiles, programs = _row_programs(problem)
     tensors = (q, k, v, grad_out, sums, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
     numbers = (
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
@@ -90,6 +80,32 @@ def hopper_backward_calls(
     )
     finish = Call(finish_kernel, programs + -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(ROWS, 1, 4, 1))
     return prepare, backward, finish
+
+
+def _row_programs(problem: Problem) -> tuple[int, int]:
+    """Tiles of ROWS rows of a head, and of all."""
+    tiles = _row_tiles(problem, problem.len_q, ROWS)
+    return tiles, _programs(problem, tiles, problem.heads_q)
+
+
+def prepare_call(
+    problem: Problem, operands: Operands, out, lse, grad_out, grad_lse: Optional[torch.Tensor], sums, flags: int
+) -> Call:
+    """Facts of rows. `MADE` of its tensors: LSE, delta, the given sums (or None) and marks; the last two are cleared."""
+    from rowmax.kernels.gluon.backward_edges import prepare_kernel
+
+    lines = problem.heads_q * (1 if problem.packed else problem.batch)
+    line_length = -(-problem.len_q // 4) * 4 + (4 * problem.batch if problem.packed else 0)  # `address.line_begin`
+    make = out.new_zeros if problem.packed else out.new_empty  # between sequences are numbers that nobody writes
+    made = (*make((2, lines, line_length), dtype=torch.float32), sums, out.new_empty(flags, dtype=torch.int32))
+    tiles, programs = _row_programs(problem)
+    tensors = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous(), *made, operands.cu_seqlens_q)
+    numbers = (
+        *(_strides(out), _strides(grad_out), problem.batch, problem.heads_q, tiles, problem.len_q, line_length, flags),
+        *(problem.dim_qk, problem.dim_v, ROWS, _padded(problem.dim_qk), _padded(problem.dim_v)),
+        1 << (-(-flags // programs) - 1).bit_length(),
+    )
+    return Call(prepare_kernel, programs, tensors, numbers, Tile(ROWS, 1, 4, 1))
 
 
 def _line_descriptor(lines: torch.Tensor, length: int, rows: int) -> Any:

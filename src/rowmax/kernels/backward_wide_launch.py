@@ -4,7 +4,7 @@ from typing import Optional
 
 import torch
 
-from rowmax.kernels.backward_launch import ROWS, _line_descriptor
+from rowmax.kernels.backward_launch import MADE, _line_descriptor, prepare_call
 from rowmax.kernels.launch import GUARDED_FLAGS, Call, _bounded, _descriptor, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper_wide import KEYS, QUERIES, HopperWideTile, misfit, padded_dims, value_stages
@@ -27,32 +27,18 @@ def wide_backward_calls(
     dv,
 ) -> tuple[Call, Call, Call, Call]:
     """Rows first, then dK and dV, then dQ, then repairs. Takes memory: two numbers for a row, and a mark for 64 of them."""
-    from rowmax.kernels.gluon.backward_edges import prepare_kernel
     from rowmax.kernels.gluon.backward_wide_edges import repair_kernel
 
     why_not = misfit(problem, tile)
     if why_not:
         raise ValueError(why_not)
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
-    lines = problem.heads_q * (1 if problem.packed else problem.batch)
-    line_length = -(-problem.len_q // 4) * 4 + (4 * problem.batch if problem.packed else 0)  # `address.line_begin`
-    make = q.new_zeros if problem.packed else q.new_empty  # between sequences are numbers that nobody writes
-    lse_log2, delta = make((2, lines, line_length), dtype=torch.float32)
     key_tiles, flag_tiles = _row_tiles(problem, problem.len_k, KEYS), _row_tiles(problem, problem.len_q, CONSUMER_ROWS)
     key_flags, row_flags = _programs(problem, key_tiles, problem.heads_k), _programs(problem, flag_tiles, problem.heads_q)
     flags = key_flags + row_flags
-    suspect = q.new_empty(flags, dtype=torch.int32)
-
-    row_tiles = _row_tiles(problem, problem.len_q, ROWS)
-    programs = _programs(problem, row_tiles, problem.heads_q)
-    given = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous())
-    tensors: tuple = (*given, lse_log2, delta, None, suspect, cu_seqlens_q)
-    numbers: tuple = (
-        *(_strides(out), _strides(grad_out), problem.batch, problem.heads_q, row_tiles, problem.len_q, line_length, flags),
-        *(problem.dim_qk, problem.dim_v, ROWS, _padded(problem.dim_qk), _padded(problem.dim_v)),
-        1 << (-(-flags // programs) - 1).bit_length(),
-    )
-    prepare = Call(prepare_kernel, programs, tensors, numbers, Tile(ROWS, 1, 4, 1))
+    prepare = prepare_call(problem, operands, out, lse, grad_out, grad_lse, None, flags)
+    lse_log2, delta, _, suspect = prepare.tensors[MADE]
+    line_length = lse_log2.shape[1]
     keys = _keys(problem, operands, tile, grad_out, lse_log2, delta, suspect[:key_flags], dk, dv)
     queries = _queries(problem, operands, tile, grad_out, lse_log2, delta, suspect[key_flags:], dq)
 

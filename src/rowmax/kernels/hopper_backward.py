@@ -6,13 +6,12 @@ import torch
 
 from rowmax.kernels import launch
 from rowmax.kernels.again import Again, form
-from rowmax.kernels.backward_launch import hopper_backward_calls
+from rowmax.kernels.backward_launch import MADE, hopper_backward_calls
 from rowmax.kernels.backward_wide_launch import wide_backward_calls
 from rowmax.plan.hopper_wide import HopperWideTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
-MADE = slice(4, 8)  # of the first call's tensors: what the launches hand on to each other, new for every call
 _kept: dict = {}  # form of a call -> its launches and what they need made
 
 
