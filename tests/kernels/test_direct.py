@@ -164,6 +164,13 @@ def launched_backward(fake, text: str) -> dict:
     if isinstance(tile, HopperWideTile):
         calls_of = hopper_backward.wide_backward_calls
     before, counts, used = len(hopper_backward._kept), [], []
+    if not problem.packed and problem.dim_qk == problem.dim_v:  # one tensor as K and V first, two later
+        operands = testing.operands(problem)
+        grad_out, grad_lse = testing.cotangents(problem)
+        given = (torch.empty_like(grad_out), torch.empty_like(grad_lse), grad_out, grad_lse)
+        grads = (torch.zeros_like(t) for t in operands[:3])
+        hopper_backward.run(problem, operands._replace(v=operands.k), tile, *given, *grads)
+        before += 1
     for seed in range(3):
         operands = testing.operands(problem, seed=seed)
         grad_out, grad_lse = testing.cotangents(problem)
