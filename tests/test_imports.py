@@ -26,7 +26,7 @@ ALLOWED = {
     "plan": {"plan", "problem", "paged", "mask", "device", "errors", "numerics"},
     "cpu": {"cpu", "plan", "problem", "paged", "mask", "numerics", "errors"},
     "kernels": {"kernels", "plan", "problem", "paged", "mask", "numerics", "errors"},
-    "analysis": {"analysis", "plan", "problem", "mask", "device", "numerics", "errors"},
+    "analysis": {"analysis", "plan", "problem", "paged", "mask", "device", "numerics", "errors"},
     "ops": {"cpu", "plan", "problem", "mask", "device", "numerics", "errors"},
     "ops_scored": {"ops", "plan", "problem", "device"},
     "eager": {"ops"},

@@ -1,7 +1,7 @@
 """Which algorithm and which tiles run a problem on a device, and why not the others.
 
 The plan decides and the kernels obey: they hold no heuristics and read no environment. Nothing here needs a GPU or Triton, and
-nothing here reads the environment but `tuned.py`, to find its file, and `portable.py`, for Triton's interpreter.
+nothing here reads the environment but `tuned.py`, to find its file, `log.py`, and `portable.py`, for Triton's interpreter.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.paged import PagedProblem
-from rowmax.plan import cpu, generations, hopper, portable, resources, split_kv, tuned
+from rowmax.plan import cpu, generations, hopper, log, portable, resources, split_kv, tuned
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -95,13 +95,14 @@ def plan(problem: Problem, device: Device, *, direction: Direction = "forward", 
         try:
             tiles = Plan.parse(f"{entry.algorithm}[{', '.join(entry.tiles)}]").tiles
             wanted = _Wanted(entry.algorithm, tiles, entry.reason(device), "was tuned for this problem")
-            return _choose(problem, device, direction, aligned, wanted)
+            return log.told(problem, device, direction, _choose(problem, device, direction, aligned, wanted))
         except ValueError as error:
             why_not = str(error)
         except Unsupported as error:
             why_not = error.refusals.get(entry.algorithm, str(error))
     chosen = by_table(problem, device, direction=direction, prefer=prefer, aligned=aligned)
-    return replace(chosen, refusals=(*chosen.refusals, ("tuned", why_not))) if why_not else chosen
+    chosen = replace(chosen, refusals=(*chosen.refusals, ("tuned", why_not))) if why_not else chosen
+    return log.told(problem, device, direction, chosen)
 
 
 def by_table(
