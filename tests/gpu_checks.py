@@ -3,9 +3,13 @@
 Each raises an AssertionError that says what is wrong.
 """
 
+import multiprocessing
 import sys
+import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -377,11 +381,27 @@ def memory_does_not_grow_over_calls():
 CHECKS |= gpu_serving.CHECKS
 
 
-def run_all():
-    """`(name, what is wrong, or nothing)` of each check in turn."""
-    for name, function in CHECKS.items():
-        try:
-            function()
-            yield name, ""
-        except Exception:
-            yield name, traceback.format_exc(limit=6)
+def run_one(name: str) -> tuple[str, str, float]:
+    """`(name, what is wrong, or nothing, seconds)` of a check."""
+    start, error = time.perf_counter(), ""
+    try:
+        CHECKS[name]()
+        torch.cuda.synchronize()
+    except Exception:
+        error = traceback.format_exc(limit=6)
+    return name, error, time.perf_counter() - start
+
+
+def run_all(words: tuple[str, ...] = (), workers: int = 8) -> Iterator[tuple[str, str, float]]:
+    """`run_one` of every check whose name has one of the words, as they end, `workers` at once.
+
+    Each has a process of its own: its kernels are built beside others', and what it does to the GPU's state ends with it.
+    """
+    chosen = [name for name in CHECKS if not words or any(word in name for word in words)]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        jobs = {pool.submit(run_one, name): name for name in chosen}
+        for job in as_completed(jobs):
+            try:
+                yield job.result()
+            except BrokenProcessPool as broken:  # a process died, and the pool with it
+                yield jobs[job], f"its process, or another, died: {broken}", 0.0

@@ -1,14 +1,10 @@
 """What only a GPU can show of calls over a paged cache and of decoding; `gpu_checks.py` has these checks in its list.
 
-    python tests/gpu_serving.py        runs them alone
-
 Each raises an AssertionError that says what is wrong.
 """
 
 import random
 import sys
-import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -33,17 +29,25 @@ def check(function):
     return function
 
 
-@check
-def paged_cases_are_right():
-    """Under the plan's own tile, and with two and seven parts of each row tile."""
-    wrong = []
-    for case in paged_cases.CASES:
-        for splits in {case.splits or None, None, 2, 7}:
-            report = paged.check_paged(
-                case.problem, case.lengths, case.kind, num_splits=splits, heads_first=case.heads_first, device="cuda"
-            )
-            wrong += [] if report.ok else [f"splits {splits}: {report}"]
-    assert not wrong, "\n".join(wrong)
+SHARES = 8  # of the paged cases, so that processes side by side build their kernels
+
+
+def _paged_cases(share: int):
+    def check_share():
+        """Under the plan's own tile, and with two and seven parts of each row tile."""
+        wrong = []
+        for case in paged_cases.CASES[share::SHARES]:
+            for splits in {case.splits or None, None, 2, 7}:
+                report = paged.check_paged(
+                    case.problem, case.lengths, case.kind, num_splits=splits, heads_first=case.heads_first, device="cuda"
+                )
+                wrong += [] if report.ok else [f"splits {splits}: {report}"]
+        assert not wrong, "\n".join(wrong)
+
+    return check_share
+
+
+CHECKS |= {f"paged_cases_are_right_{share + 1}_of_{SHARES}": _paged_cases(share) for share in range(SHARES)}
 
 
 def zipf(batch: int, longest: int) -> list[int]:
@@ -328,25 +332,3 @@ def batch_invariant_calls_give_the_same_bits_in_every_company():
             part = run(rows, size, company)
             assert torch.equal(part[0], out[rows]), f"d{dim} queries {rows}, pages of {size}, {company} others: another output"
             assert torch.equal(part[1], lse[:, rows]), f"d{dim} queries {rows}, pages of {size}, {company} others: another LSE"
-
-
-def main() -> int:
-    failed = 0
-    for name, function in CHECKS.items():
-        start, wrong = time.perf_counter(), ""
-        try:
-            function()
-            torch.cuda.synchronize()
-        except Exception:
-            wrong = traceback.format_exc(limit=6)
-        failed += bool(wrong)
-        print(
-            f"{'WRONG' if wrong else 'right'} {name} {time.perf_counter() - start:.1f} s" + (f"\n{wrong}" if wrong else ""),
-            flush=True,
-        )
-    print(f"{len(CHECKS)} checks on {torch.cuda.get_device_name()}: {failed} wrong")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

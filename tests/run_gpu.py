@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--backend", default="q_outer", help="the algorithm; the checks are of the default plan")
     parser.add_argument("--forward-only", action="store_true", help="no gradients, which are another algorithm's for some")
     parser.add_argument("--checks-only", action="store_true", help="no cases")
+    parser.add_argument("--checks", nargs="*", default=(), metavar="WORD", help="checks with one of these in their name")
     parser.add_argument("--time-limit", type=float, default=3600.0, metavar="S", help="begin nothing after this long")
     arguments = parser.parse_args()
 
@@ -160,8 +161,9 @@ def main() -> int:
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
     save()  # a check that takes the GPU down with it must not take the rest
-    for name, error in () if arguments.family or late or arguments.backend != "q_outer" else gpu_checks.run_all():
-        print(f"{'WRONG' if error else 'right'} check: {name}" + (f"\n{error}\n" if error else ""), flush=True)
+    wanted = not (arguments.family or late or arguments.backend != "q_outer")
+    for name, error, took in gpu_checks.run_all(tuple(arguments.checks)) if wanted else ():
+        print(f"{'WRONG' if error else 'right'} check: {name} {took:.0f} s" + (f"\n{error}\n" if error else ""), flush=True)
         document["checks"][name] = error
         save()
     failed = len(wrong) + sum(bool(error) for error in document["checks"].values())
