@@ -275,7 +275,7 @@ def _walk_queries(
     return dk, dv, zero
 
 
-@triton.jit(do_not_specialize=["len_k"])  # for keys and queries of one token ptxas 12.8 crashes
+@triton.jit(do_not_specialize=["len_q", "len_k"])  # of one token, as constants, they make ptxas 12.8 crash
 def key_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
     dk_ptr, dv_ptr, lse_ptr, delta_ptr,  # dk as k, dv as v; of `row_kernel`, the LSE in base 2
