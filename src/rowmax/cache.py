@@ -36,7 +36,7 @@ class Step(NamedTuple):
 class PagedKVCache:
     """Attributes:
     k_pages, v_pages: `[layer, page, slot, H, D]`; `v_pages` is the first `dim_v` columns of `k_pages` where `latent`.
-    free_pages: how many are free.
+    free_pages: how many are free; page_size: tokens in each; max_length: tokens that a sequence may have.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PagedKVCache:
         )
         columns = pages if max_length is None else min(-(-max_length // page_size), pages)
         self._table = torch.zeros(max_sequences, columns, dtype=torch.int32, device=device)
-        self._max_length = columns * page_size if max_length is None else min(max_length, columns * page_size)
+        self.max_length = columns * page_size if max_length is None else min(max_length, columns * page_size)
         self._free = list(reversed(range(pages)))  # the last is dealt next
         self._users = [0] * pages  # sequences that have the page
         self._rows = list(reversed(range(max_sequences)))
@@ -88,6 +88,11 @@ class PagedKVCache:
     @property
     def free_pages(self) -> int:
         return len(self._free)
+
+    @property
+    def free_sequences(self) -> int:
+        """How many may still be added."""
+        return len(self._rows)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -149,10 +154,8 @@ class PagedKVCache:
         wanted = 0
         for row, count in zip(rows, counts, strict=True):
             length = self._lengths[row]
-            if length + count > self._max_length:
-                raise CacheFull(
-                    f"sequence {row} would have {length + count} tokens; a sequence has at most {self._max_length}."
-                )
+            if length + count > self.max_length:
+                raise CacheFull(f"sequence {row} would have {length + count} tokens; a sequence has at most {self.max_length}.")
             wanted += self._new_pages(row, count) + self._must_copy(row, count)
         wanted -= self._last_of_sharers(rows, counts)
         if wanted > len(self._free):

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 for name in ("gguf", "accelerate"):
     pytest.importorskip(name)
 
-from rowmax.cli import demo  # noqa: E402
+from rowmax.cli import concurrent, demo  # noqa: E402
 
 TOKENS, PROMPT = 6, 9
 
@@ -82,3 +82,49 @@ def test_the_library_keeps_no_counts():
     demo.Watch().register()
     assert transformers.AttentionInterface()["rowmax"] is attend
     assert transformers.AttentionInterface()[demo.MEASURED] is not attend
+
+
+# ---- --concurrent ---------------------------------------------------------------------------------------------------
+
+
+class Chat(Tokenizer):
+    """Prompts of different lengths that begin alike."""
+
+    def apply_chat_template(self, messages, **_):
+        text = messages[0]["content"]
+        ids = torch.tensor([[2, 3, 4, *(5 + ord(c) % 50 for c in text[:12])]])
+        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+@pytest.fixture
+def chat(monkeypatch):
+    monkeypatch.setattr(demo, "_load", lambda device, load=demo._load: (Chat(), load(device)[1]))
+
+
+def test_many_prompts_at_once(chat, capsys):
+    assert concurrent.run("a question", 5, "cpu", TOKENS) == 0
+    printed = capsys.readouterr().out
+    assert f"5 prompts at once on cpu: {5 * TOKENS} tokens in" in printed
+    assert "answers equal: all 5" in printed
+    assert "pages of 16 tokens in use" in printed
+    assert printed.count("Write a haiku about") == 4
+    assert "a question <" in printed
+
+
+def test_a_different_answer_is_shown(chat, monkeypatch, capsys):
+    alone = iter([[5, 9, 7], [5]])
+    monkeypatch.setattr(demo, "_generate", lambda *_: (next(alone), 1.0))
+    monkeypatch.setattr(
+        "rowmax.integrations.concurrent.stream",
+        lambda *_, **__: iter([(0, 5, False), (1, 5, True), (0, 6, False), (0, 7, True)]),
+    )
+    assert concurrent.run("a question", 2, "cpu", TOKENS) == 1
+    printed = capsys.readouterr().out
+    assert "answer 0 differs from token 1 on: logits" in printed
+    assert "alone: <5> <9> <7>" in printed
+    assert "answer 1" not in printed
+
+
+def test_questions_differ_until_there_are_no_more():
+    assert len(set(concurrent.questions("mine", 65))) == 65
+    assert len(concurrent.questions("mine", 100)) == 100

@@ -39,11 +39,17 @@ def demo(
     question: Annotated[str, typer.Argument(help="What to ask the model.")] = QUESTION,
     device: DeviceOption = None,
     tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
+    concurrent: Annotated[
+        Optional[int], typer.Option(min=1, help="So many prompts at once, over one paged cache; each is compared.")
+    ] = None,
 ) -> None:
     """A language model (SmolLM2-135M) answers with rowmax attention; then the same with eager attention, to compare."""
+    from rowmax.cli import concurrent as at_once
     from rowmax.cli import demo
 
     with _errors_as_messages():
+        if concurrent is not None:
+            raise typer.Exit(at_once.run(question, concurrent, _device(device), tokens))
         raise typer.Exit(demo.run(question, _device(device), tokens))
 
 

@@ -32,15 +32,11 @@ def run(question: str, device: str, tokens: int) -> int:
     console = Console(highlight=False, soft_wrap=True)
     # One token at a time waits for memory, in many small operations: more threads mostly wait for each other.
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-    missing = [name for name in ("transformers", "gguf", "accelerate", PACKAGE) if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"rowmax demo needs {', '.join(missing)}: {INSTALL}", file=sys.stderr)
-        return 2
+    if missing := not_installed():
+        return missing
     with _alive(console, "loading SmolLM2-135M-Instruct (expanding its 4-bit weights)"):
         tokenizer, model = _load(device)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(device)
+    prompt = prompt_of(tokenizer, question, device)
 
     console.print(f"\n[bold]{escape(question)}[/]")
     watch = Watch()
@@ -59,6 +55,21 @@ def run(question: str, device: str, tokens: int) -> int:
     console.print(f"[bold red]tokens differ[/] from number {place} on; eager attention answers:")
     console.print(escape(tokenizer.decode(expected, skip_special_tokens=True)))
     return 1
+
+
+def not_installed() -> int:
+    """2, the exit code, and a message if something is missing; 0."""
+    missing = [name for name in ("transformers", "gguf", "accelerate", PACKAGE) if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"rowmax demo needs {', '.join(missing)}: {INSTALL}", file=sys.stderr)
+    return 2 if missing else 0
+
+
+def prompt_of(tokenizer, question: str, device: str):
+    """What the model is given, as its chat template has it."""
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(device)
 
 
 def _load(device: str):

@@ -28,7 +28,7 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
         if q.dim() == 3:
             one_q, one_out = (t.unsqueeze(1 if bounds is None else 0) for t in (one_q, one_out))
         ids = table[b, : -(-keys // problem.page_size)].long()
-        one_k, one_v = (t[ids].flatten(0, 1)[None, :keys] for t in (k, v))
+        one_k, one_v = (_gathered(t, ids, keys) for t in (k, v))
         if problem.eight_bits:  # exact in fp32
             one_q, one_k, one_v = one_q.float(), _dequantised(one_k, k_scale), _dequantised(one_v, v_scale)
         if problem.batch_invariant:
@@ -45,6 +45,12 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
             lse[b].copy_(result_lse[0].view(lse[b].shape))
         elif need_lse:
             lse[:, rows].copy_(result_lse[0])
+
+
+def _gathered(pages: torch.Tensor, ids: torch.Tensor, keys: int) -> torch.Tensor:
+    """`[1, keys, H, D]` from pages; one page is where it lies."""
+    one = pages[int(ids)] if len(ids) == 1 else pages[ids].flatten(0, 1)
+    return one[None, :keys]
 
 
 PART = 1024  # keys of every product of `_one_by_one`

@@ -15,6 +15,7 @@ depend on `columns`:
     0               no data: the first `rows` keys exist and the last query is aligned with the last of them
     1               packed sequences: the data are `cu_seqlens` over the flattened batch
     _ROW_COLUMNS    padding or a static cache: where the live queries and keys of each row of the batch lie
+    _TOKEN_COLUMNS  the same, and how many keys the row's one query sees; _WHOLE_COLUMNS: they begin at the row's first
 
 Facts known to the host (limits, the number of keys) must not depend on reading device memory, and must survive
 `torch.compile` and `generate`, which make masks in one place and use them in another; a tensor's shape does both.
@@ -51,6 +52,8 @@ _INSTEAD = _EAGER + ' or "sdpa"'
 # shape apart from that of an integer mask made by a user, whose second size is 1 or the number of heads.
 _UNLIMITED = 23
 _ROW_COLUMNS = 10  # five ends of runs for the queries, then five for the keys (`_row_ends`)
+_TOKEN_COLUMNS = _ROW_COLUMNS + 1  # and the number of keys
+_WHOLE_COLUMNS = _ROW_COLUMNS + 2  # and the number of the row
 
 # Keyword arguments of attention functions in transformers that change the result and that rowmax does not compute.
 _UNSERVED = {
@@ -121,7 +124,7 @@ def make_mask(
             return _carry(_row_ends(start, stop, end, q_length, kv_length, unlimited), left, right)
     elif isinstance(end, Tensor):
         stop = end.expand(batch_size)
-        return _carry(_row_ends(torch.zeros_like(stop), stop, end, q_length, kv_length, False), left, right)
+        return _carry(_row_ends(torch.zeros_like(stop), stop, end, q_length, kv_length, False, whole=True), left, right)
     if right == 0 and end == kv_length and (left is None or left + 1 >= end) and allow_is_causal_skip:
         return None
     return _carry(torch.empty((end, 0), dtype=torch.int32, device=device), left, right)
@@ -287,14 +290,17 @@ def _real_range(attention_mask: Tensor, kv_offset: int, end: Union[int, Tensor])
     return start, start + count, whole
 
 
-def _row_ends(start: Tensor, stop: Tensor, end, q_length: int, kv_length: int, all_queries: bool) -> Tensor:
-    """Where the runs of each row end, `[B, _ROW_COLUMNS]`: `(queries, keys)` in five runs, of which one is attention.
+def _row_ends(
+    start: Tensor, stop: Tensor, end, q_length: int, kv_length: int, all_queries: bool, whole: bool = False
+) -> Tensor:
+    """Where the runs of each row end, `[B, columns]`: `(queries, keys)` in five runs, of which one is attention.
 
         queries before the live ones | no query         | live queries | queries after them | no query
         no key                       | keys before live | live keys    | no key             | keys after them
 
     Runs without keys give 0. The live queries end where the live keys do, so that the bottom-right alignment of
-    `attention_varlen` is the model's own.
+    `attention_varlen` is the model's own. For one query a row, more columns say what `attention_paged` needs; `whole`:
+    live keys begin at the first.
     """
     if all_queries:
         first, last = torch.zeros_like(start), torch.full_like(start, q_length)
@@ -303,13 +309,21 @@ def _row_ends(start: Tensor, stop: Tensor, end, q_length: int, kv_length: int, a
         first, last = (start - shift).clamp(0, q_length), (stop - shift).clamp(0, q_length)
     all_q, all_k = torch.full_like(start, q_length), torch.full_like(start, kv_length)
     runs = [first, first, last, all_q, all_q, torch.zeros_like(start), start, stop, stop, all_k]
-    return torch.stack(runs, 1).to(torch.int32)
+    if q_length == 1:
+        runs.append(torch.where(last > first, stop - start, 0))
+        runs += [torch.arange(len(start), device=start.device)] * whole
+    return torch.stack(runs).to(torch.int32).t()  # columns without gaps
 
 
 def _carry(data: Tensor, left: Limit, right: Limit) -> Tensor:
     """int32 `[rows, columns]` as `[rows, right, left, columns]`, see the module's docstring; no memory is added."""
     sizes = (_UNLIMITED if side is None else _UNLIMITED + 1 + side for side in (right, left))
     return data[:, None, None].expand(data.shape[0], *sizes, data.shape[1])
+
+
+def no_mask(device) -> Tensor:
+    """Where a mask is expected and nothing is to be said: models hand on what has four dimensions."""
+    return _carry(torch.empty((0, 0), dtype=torch.int32, device=device), None, None)
 
 
 def _limits(mask: Tensor) -> tuple[Limit, Limit]:
@@ -322,7 +336,7 @@ def _is_carried(mask: Tensor) -> bool:
     return (
         mask.dim() == 4
         and mask.dtype == torch.int32
-        and mask.shape[3] in (0, 1, _ROW_COLUMNS)
+        and mask.shape[3] in (0, 1, _ROW_COLUMNS, _TOKEN_COLUMNS, _WHOLE_COLUMNS)
         and min(mask.shape[1], mask.shape[2]) >= _UNLIMITED
     )
 
@@ -361,6 +375,9 @@ def attend(
         `[B, Tq, Hq, Dv]`, and None in place of the attention weights, which are never stored.
     """
     _refuse_unserved(dropout, kwargs)
+    if (pages := kwargs.get("rowmax_pages")) is not None:  # of `concurrent`, which knows what the queries see
+        given = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return pages.attend(module, query, key, value, **given), None
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         left = None if sliding_window is None else sliding_window - 1
@@ -389,7 +406,7 @@ def attend(
         call["sink"] = s_aux
     columns = 0 if attention_mask is None else attention_mask.shape[3]
     if cu_seq_lens_q is not None:
-        if columns == _ROW_COLUMNS or query.shape[2] * query.shape[0] != key.shape[2] * key.shape[0]:
+        if columns >= _ROW_COLUMNS or query.shape[2] * query.shape[0] != key.shape[2] * key.shape[0]:
             raise Unsupported(
                 "rowmax attention takes cu_seq_lens_q/k for packed sequences without padding and without a cache: drop the "
                 "attention_mask and past key values, or drop cu_seq_lens."
@@ -400,7 +417,7 @@ def attend(
         if columns == 1:
             cu_seqlens = attention_mask[:, 0, 0, 0]
             return _by_token(query, key, value, cu_seqlens, cu_seqlens, call), None
-        if columns == _ROW_COLUMNS:
+        if columns >= _ROW_COLUMNS:
             return _by_row(query, key, value, attention_mask[:, 0, 0], call), None
         keys = attention_mask.shape[0]  # a static cache that is being filled: the rest of it is not written yet
         key, value = key[:, :, :keys], value[:, :, :keys]
@@ -428,7 +445,7 @@ def _by_token(query, key, value, cu_seqlens_q, cu_seqlens_k, call) -> Tensor:
 
 
 def _by_row(query, key, value, ends, call) -> Tensor:
-    """Attention within the live ranges of each row; `ends` is `[B, _ROW_COLUMNS]` from `_row_ends`.
+    """Attention within the live ranges of each row; `ends` is `[B, columns]` from `_row_ends`.
 
     A cache stores `[B, H, T, D]`. To keep it where it is, each KV head of each row can be made a sequence of its own,
     with the query heads that share it; that moves queries and outputs instead of keys and values.
@@ -436,10 +453,14 @@ def _by_row(query, key, value, ends, call) -> Tensor:
     (batch, heads_q, len_q, _), (_, heads_k, len_k, _), dim_v = query.shape, key.shape, value.shape[3]
     if ends.shape[0] != batch:
         raise Unsupported(f"rowmax attention: the mask was made for a batch of {ends.shape[0]}, the queries have {batch}.")
-    by_head = key.is_contiguous() and value.is_contiguous() and len_q * heads_q <= len_k * heads_k
+    stored = key.is_contiguous() and value.is_contiguous()
+    needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if stored and ends.shape[1] > _ROW_COLUMNS and not needs_gradient and not {"sink", "softcap"} & call.keys():
+        return _one_token(query, key, value, ends, call)
+    by_head = stored and len_q * heads_q <= len_k * heads_k
     by_head = by_head and "sink" not in call  # sinks differ between heads, which would be sequences
     cu_seqlens_q = _flat_ends(ends[:, :5], len_q, heads_k if by_head else 1)
-    cu_seqlens_k = _flat_ends(ends[:, 5:], len_k, heads_k if by_head else 1)
+    cu_seqlens_k = _flat_ends(ends[:, 5:_ROW_COLUMNS], len_k, heads_k if by_head else 1)
     call.update(max_seqlen_q=len_q, max_seqlen_k=len_k)
     if not by_head:
         return _by_token(query, key, value, cu_seqlens_q, cu_seqlens_k, call)
@@ -448,6 +469,21 @@ def _by_row(query, key, value, ends, call) -> Tensor:
     k, v = key.view(batch * heads_k * len_k, 1, -1), value.view(batch * heads_k * len_k, 1, -1)
     out = rowmax.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **call)
     return out.view(batch, heads_k, len_q, group, dim_v).transpose(1, 2).reshape(batch, len_q, heads_q, dim_v)
+
+
+def _one_token(query, key, value, ends, call) -> Tensor:
+    """One query a row over a cache `[B, H, T, D]`, whose keys are read where they lie, shared out among programs by the lengths
+    on the device. Rows that begin at their first key are pages; of padded ones each key of each head is."""
+    (batch, heads_k, len_k, dim), dim_v, lengths = key.shape, value.shape[3], ends[:, _ROW_COLUMNS].contiguous()
+    if ends.shape[1] == _WHOLE_COLUMNS:
+        pages, table = (key.transpose(1, 2), value.transpose(1, 2)), ends[:, _TOKEN_COLUMNS:]
+        return rowmax.attention_paged(query.transpose(1, 2), *pages, table.contiguous(), lengths, **call)
+    pages = key.view(-1, 1, 1, dim), value.view(-1, 1, 1, dim_v)
+    rows = torch.arange(batch * heads_k, device=key.device).unsqueeze(1) * len_k  # the first page of each head of each row
+    table = rows + ends[:, 6].repeat_interleave(heads_k).unsqueeze(1) + torch.arange(len_k, device=key.device)
+    q = query.reshape(batch * heads_k, -1, query.shape[3])  # [B * Hk, heads of a group, D]
+    out = rowmax.attention_paged(q, *pages, table, lengths.repeat_interleave(heads_k), **call)
+    return out.view(batch, 1, -1, dim_v)
 
 
 def _flat_ends(ends: Tensor, length: int, repeats: int) -> Tensor:
