@@ -184,12 +184,15 @@ def backends(device: str) -> list[str]:
 
 def forward_backends(device: str) -> list[str]:
     """Algorithms that have no backward of their own."""
-    return ["kv_outer", "dense"] if device == "cuda" and torch.cuda.is_available() else []  # interpreted: `test_generations.py`
+    return (
+        ["kv_outer", "dense", "warp_split"] if device == "cuda" and torch.cuda.is_available() else []
+    )  # interpreted: `test_generations.py`
 
 
 def may_refuse(case: Case, backend: str) -> bool:
     if backend == "aten":
         return str(case.problem) not in ATEN_RUNS
+    backend = backend.partition("[")[0]
     if backend == "hopper":  # 16 bits, plain scores; `tests/kernels/test_gluon_plan.py` pins what it takes
         return (
             not case.problem.plain
@@ -197,6 +200,10 @@ def may_refuse(case: Case, backend: str) -> bool:
             or case.layout in ("odd", "broadcast")
             or _odd_dims(case.problem)
         )
+    if backend == "warp_split":  # `tests/kernels/test_warp_split.py` pins what it takes
+        wide = max(case.problem.dim_qk, case.problem.dim_v) > 128
+        half = case.problem.dtype_name in ("fp16", "bf16")
+        return wide or not half or not case.problem.plain or case.layout in ("odd", "broadcast") or _odd_dims(case.problem)
     if backend in ("kv_outer", "dense") and not case.problem.plain:
         return True
     if backend == "dense" and (case.problem.packed or case.family == "large"):

@@ -87,6 +87,21 @@ def inner_loops(code: list, labels: dict, name: str) -> list[tuple[int, int]]:
     return [one for one in found if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in found)]
 
 
+def shared_traffic(code: list) -> tuple[int, int]:
+    """Bytes that a warp with all lanes reads from shared memory, and writes to it, in these instructions."""
+    read = written = 0
+    for predicate, name, _ in code:
+        if predicate == "@!PT" or not name.startswith(("LDS", "STS", "LDGSTS")):
+            continue
+        if name.startswith("LDSM"):
+            read += 32 * 4 * int(name.rsplit(".", 1)[1])  # so many matrices of 8 rows of 16 bytes
+            continue
+        last = name.rsplit(".", 1)[-1]
+        size = 32 * (int(last) // 8 if last.isdigit() else 1 if last == "U8" else 2 if last == "U16" else 4)
+        read, written = (read + size, written) if name.startswith("LDS") else (read, written + size)
+    return read, written
+
+
 def uninitialised(listing: str) -> list[str]:
     """Instructions for Ampere to Hopper that read a uniform register which some path from the entry to them leaves unwritten.
 

@@ -21,21 +21,26 @@ from rowmax.plan.generations import SOFTMAX_TILE, score_columns
 from rowmax.plan.hopper import HopperTile
 from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile, key_ranges
+from rowmax.plan.warp_split import WarpTile
 from rowmax.problem import Problem
 
+SYNC_FLOPS = 2540  # of mma.sync, a clock and a multiprocessor of Hopper: 0.62 of what its own instruction does
 CACHED = 0.7  # of the L2 cache, that data used by all blocks at once may take and still be found there
 Lengths = Sequence[tuple[int, int]]
 
 
 class Turn(NamedTuple):
     """Work of one turn of one block: FLOPs of products as executed, exponentials, other fp32 operations on scores, those on the
-    accumulator, and bytes that it waits for (0 where they were fetched ahead)."""
+    accumulator, and bytes that it waits for (0 where they were fetched ahead). Counted for `warp_split` only, 0 elsewhere: bytes
+    read from and written to shared memory, and barriers of the block."""
 
     tensor_flops: float
     exps: float
     score_ops: float
     rescale_ops: float
     waited_bytes: float = 0.0
+    shared_bytes: float = 0.0
+    barriers: int = 0
 
 
 class Launch(NamedTuple):
@@ -90,6 +95,7 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
         "split_kv": _split_kv,
         "kv_outer": _kv_outer,
         "dense": _dense,
+        "warp_split": _warp_split,
     }
     known = list(lengths) if lengths is not None else sequences(problem)
     return builders[plan.algorithm](problem, device, rates, plan.tiles[0], known)
@@ -329,3 +335,39 @@ def _dense(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths: 
         shared_bytes=block.shared_bytes, registers=block.registers, threads=block.threads,
     )  # fmt: skip
     return [first, second, third]
+
+
+def _warp_split(problem: Problem, device: Device, rates: Rates, tile: WarpTile, lengths: Lengths) -> list[Launch]:
+    """As `q_outer`, with mma.sync; and what a turn reads and writes in shared memory, by who needs what (`kernels/gluon`)."""
+    dim, dim_v = _padded(problem.dim_qk), max(_padded(problem.dim_v), min(_padded(problem.dim_qk), 64))
+    shared = resources.shared_bytes(problem, device, "warp_split", tile)
+    registers = min(resources.registers(problem, "warp_split", tile) + 64, resources.REGISTERS)
+    block = Block(32 * tile.warps, registers, shared)
+    at_once = max(blocks_at_once(block, rates), 1)
+    tasks = _by_heads(problem, lengths, tile)
+    slots = min(at_once * device.sms, max(sum(count for count, _, _ in tasks), 1))
+    own, _ = _streams(problem, lengths)
+    tiles_of_head = sum(-(-queries // tile.block_m) for queries, _ in lengths) / max(len(lengths), 1)
+    turns = sum(count * turns for count, turns, _ in tasks)
+    hbm = own + _kv_from_hbm(problem, lengths, rates, slots, tiles_of_head)
+    turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
+    moved, barriers = _in_shared(tile, dim, dim_v)
+    slower = max(rates.tensor_flops / SYNC_FLOPS, 1.0)  # in products of the device's own kind
+    turn = turn._replace(tensor_flops=turn.tensor_flops * slower, shared_bytes=moved, barriers=barriers)
+    main = Launch(
+        "warp_split", tuple(tasks), turn, at_once, hbm, own + turns * tile.block_n * _seen_width(problem), tile.stages,
+        shared_bytes=shared, registers=registers, threads=block.threads,
+    )  # fmt: skip
+    return [main, Launch("guard", ((1, 0, 0),), Turn(0, 0, 0, 0), 1, 4.0 * main.blocks, 4.0 * main.blocks)]
+
+
+def _in_shared(tile: WarpTile, dim: int, dim_v: int) -> tuple[float, int]:
+    """`(bytes, barriers)` of a turn of all warps; `test_warp_split.py` counts both in machine code."""
+    q, kv = 2.0 * tile.block_m * dim, 2.0 * tile.block_n * (dim + dim_v)
+    if tile.share == "rows":  # every warp needs all of K and V
+        return q + (tile.warps + 1) * kv, 2
+    maxima = 4.0 * tile.block_m * (9 * tile.groups + 4)  # to find and share the maximum of each row
+    if tile.share == "late":
+        return tile.warps * q + 2 * kv + maxima, 4
+    exchange = 2 * 4.0 * tile.groups * tile.block_m * dim_v
+    return tile.warps * q + 2 * kv + exchange + 2 * maxima, 7

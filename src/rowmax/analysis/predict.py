@@ -35,7 +35,8 @@ class Constants(NamedTuple):
     """Cycles unless said otherwise. Fitted by least errors to one half of the H200 forward rows in `benchmarks/results/` (those
     whose spelling has an even checksum; `q_outer` and `hopper`); tests/analysis/test_predict.py says how the other half fits.
 
-    `latency` and `l2_bytes`, and what `split_kv`, `kv_outer` and `dense` need besides, are guesses: no row decides them yet.
+    `latency`, `l2_bytes`, `barrier`, and what `split_kv`, `kv_outer`, `dense` and `warp_split` need besides, are guesses: no row
+    decides them yet.
     """
 
     clock: float = 0.985  # of the boost clock, that a short kernel runs at
@@ -48,6 +49,8 @@ class Constants(NamedTuple):
     edge: float = 3100.0  # before and behind the loop of a block
     hopper_edge: float = 1500.0  # between two row tiles
     begin: float = 2400.0  # of a persistent block
+    barrier: float = 40.0  # of all warps of a block, in a turn of `warp_split`
+    bank_bytes: float = 128.0  # in and out of shared memory, a cycle and a multiprocessor
     latency: float = 800.0  # of a load that a turn waits for
     l2_bytes: float = 64.0  # bytes out of the cache, a cycle and a multiprocessor
     memory_join: float = 1.8  # exponent with which memory and compute join: one hides behind the other, but not all of it
@@ -202,6 +205,9 @@ class _Model:
         wait = c.sync if (tensor or other) and without != "non-matmul" else 0.0
         if launch.turn.waited_bytes and without != "HBM":
             wait += c.latency + launch.turn.waited_bytes / c.l2_bytes
+        if launch.turn.shared_bytes and without != "non-matmul":
+            shared = launch.turn.shared_bytes / c.bank_bytes
+            pipes, wait = _join(pipes, shared), wait + shared + c.barrier * launch.turn.barriers
         return _join(pipes, (tensor + other + rescale + wait) / at_once), masked
 
     def _memory(self, launch: Launch, clock: float) -> tuple[float, float]:

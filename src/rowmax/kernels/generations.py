@@ -2,17 +2,22 @@
 
 import torch
 
-from rowmax.kernels.launch import Call, _bounded, _constants, _strides
+from rowmax.kernels.launch import Call, _bounded, _constants, _padded, _programs, _row_tiles, _strides
 from rowmax.kernels.triton.dense import output_kernel, scores_kernel, softmax_kernel
 from rowmax.kernels.triton.kv_outer import kv_outer_kernel
 from rowmax.numerics import LOG2E
 from rowmax.plan.generations import SOFTMAX_TILE, score_columns
 from rowmax.plan.tile import Tile
+from rowmax.plan.warp_split import WarpTile
 from rowmax.problem import Operands, Problem
+
+GUARDED = 16  # marks that a program of the guard kernel looks at
 
 
 def calls(algorithm: str, problem: Problem, operands: Operands, tile: Tile, out, lse) -> tuple[Call, ...]:
     """Launched one after another they compute `out`, and `lse` unless it is None. Takes the memory that the algorithm needs."""
+    if isinstance(tile, WarpTile):
+        return warp_split_calls(problem, operands, tile, out, lse)
     return (dense_calls if algorithm == "dense" else kv_outer_calls)(problem, operands, tile, out, lse)
 
 
@@ -55,3 +60,29 @@ def dense_calls(problem: Problem, operands: Operands, tile: Tile, out, lse) -> t
     )
     output = Call(output_kernel, heads * row_tiles, (p, q, k, v, out, lse), numbers, tile)
     return scores, softmax, output
+
+
+def warp_split_calls(problem: Problem, operands: Operands, tile: WarpTile, out, lse) -> tuple[Call, ...]:
+    """The forward, and the kernel that computes row tiles once more whose result is NaN."""
+    from rowmax.kernels.gluon.guard import guard_kernel
+    from rowmax.kernels.gluon.warp_split import warp_split_kernel
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    tiles = _row_tiles(problem, problem.len_q, tile.block_m)
+    programs = _programs(problem, tiles, problem.heads_q)
+    suspect = q.new_zeros(programs, dtype=torch.int32)
+    scale_log2, band = problem.scale * LOG2E, _bounded(problem)
+    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k)
+    numbers: tuple = (
+        *(tuple(stride // 8 for stride in _strides(t)) for t in (q, k, v, out)),
+        *(scale_log2, band, problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
+        *(*_constants(problem, tile), tile.groups, tile.share == "late", tile.stages),
+    )
+    forward = Call(warp_split_kernel, programs, tensors, numbers, tile)
+    numbers = (
+        *(_strides(q), _strides(k), _strides(v), _strides(out), scale_log2, band, problem.batch, problem.heads_q, tiles),
+        *(programs, problem.len_q, problem.len_k, problem.group, problem.dim_qk, problem.dim_v),
+        *(_padded(problem.dim_qk), _padded(problem.dim_v), tile.block_m, GUARDED, False),
+    )
+    guard = Call(guard_kernel, -(-programs // GUARDED), tensors, numbers, Tile(GUARDED, 1, 4, 1))
+    return forward, guard

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.paged import PagedProblem
-from rowmax.plan import cpu, generations, hopper, log, portable, resources, split_kv, tuned
+from rowmax.plan import cpu, generations, hopper, log, portable, resources, split_kv, tuned, warp_split
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -22,7 +22,7 @@ Direction = Literal["forward", "backward"]
 # Name -> the module that decides for it, in order of preference.
 CANDIDATES: dict[str, Any] = {
     **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED, "split_kv": split_kv, "hopper": hopper},
-    **{"q_outer": portable, "kv_outer": generations.KV_OUTER, "dense": generations.DENSE},
+    **{"q_outer": portable, "kv_outer": generations.KV_OUTER, "dense": generations.DENSE, "warp_split": warp_split.WARP_SPLIT},
 }
 BACKWARD_OF = dict.fromkeys(("split_kv", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
 PAGED = ("gathered", "split_kv")  # those that read pages
@@ -59,7 +59,12 @@ class Plan:
         if match[2] is None:
             return cls(match[1])
         first, *others = match[2].split(",")
-        parse = {"hopper": hopper.HopperTile.parse, "split_kv": split_kv.SplitTile.parse}.get(match[1], Tile.parse)
+        parse: Any = {
+            "hopper": hopper.HopperTile.parse,
+            "split_kv": split_kv.SplitTile.parse,
+            "warp_split": warp_split.WarpTile.parse,
+        }
+        parse = parse.get(match[1], Tile.parse)
         kinds = zip((parse, *[Tile.parse] * len(others)), (first, *others), strict=True)
         return cls(match[1], tuple((_marked(text) or parse)(text) for parse, text in kinds))
 
@@ -155,6 +160,8 @@ def _choose(problem: Problem, device: Device, direction: Direction, aligned: boo
             reason = generations.BY_NAME.get(name)
         if not reason and name == "hopper":
             reason = hopper.UNALIGNED if not aligned else None if wanted else hopper.passes_over(problem)
+        if not reason and name == "warp_split" and not aligned:
+            reason = "cp.async takes rows that start at multiples of 16 bytes, and no broadcast tensors"
         if not reason and name == "split_kv" and not wanted:
             reason = split_kv.passes_over(problem)
         if not reason and wanted and wanted.tiles:

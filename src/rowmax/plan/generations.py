@@ -1,4 +1,5 @@
-"""`kv_outer` (FlashAttention-1) and `dense` (scores in memory): forwards to measure the others by. Only for who asks by name.
+"""`kv_outer` (FlashAttention-1) and `dense` (scores in memory): forwards to measure the others by. Only for who asks by name,
+as is `warp_split.py`.
 
 Tiles are the largest of a list that compile without spills (triton 3.6.0); no speed decided them. FlashAttention-1's own block
 sizes, M/4d columns and min(M/4d, d) rows for M numbers of shared memory, are 128 or 64 at 64 and 128 dimensions.
@@ -9,7 +10,7 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
-from rowmax.plan import portable
+from rowmax.plan import portable, warp_split
 from rowmax.plan.cpu import Candidate
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
@@ -17,6 +18,7 @@ from rowmax.problem import Problem
 BY_NAME = {
     "kv_outer": "reads and writes O in memory for every K/V tile, and has one block a head: only if asked for by name",
     "dense": "writes N^2 scores to memory: only if asked for by name",
+    "warp_split": warp_split.ALONE,
 }
 MAX_SCORES = 2**36  # 6 bytes each: more than the memory of any GPU
 SOFTMAX_TILE = Tile(4, 1024, 4, 1)  # rows and columns of scores a step

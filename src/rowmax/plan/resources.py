@@ -10,10 +10,11 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
-from rowmax.plan import hopper, split_kv
+from rowmax.plan import hopper, split_kv, warp_split
 from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import HopperTile, padded_dims
 from rowmax.plan.tile import Tile
+from rowmax.plan.warp_split import WarpTile
 from rowmax.problem import Problem
 
 KERNELS = {("forward", 1): ("forward",), ("backward", 2): ("dq", "dkdv"), ("backward", 3): ("dq", "dk", "dv")}
@@ -39,9 +40,12 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
         return f"{only}: {found}" if found else None
     names = (algorithm,) if algorithm in BY_NAME else KERNELS[direction, len(tiles)]
     for kernel, tile in zip(names, tiles, strict=True):
-        if type(tile) is not (HopperTile if algorithm == "hopper" else Tile):
+        if type(tile) is not {"hopper": HopperTile, "warp_split": WarpTile}.get(algorithm, Tile):
             return f"{tile} is no tile of {algorithm}"
-        found = _misfit_of_hopper(tile) if isinstance(tile, HopperTile) else _misfit_of_portable(tile)
+        if isinstance(tile, WarpTile):
+            found = warp_split.misfit(problem, device, tile)
+        else:
+            found = _misfit_of_hopper(tile) if isinstance(tile, HopperTile) else _misfit_of_portable(tile)
         if not found and kernel in BY_NAME and tile.descriptors:
             found = "loads by pointers, never by descriptors"
         if not found and device.kind != "cpu":  # Triton's interpreter has neither registers nor shared memory
@@ -66,6 +70,8 @@ def shared_bytes(problem: Problem, device: Device, kernel: str, tile: Tile) -> i
         return hopper.shared_bytes(problem, tile)
     dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
     element = torch.finfo(problem.dtype).bits // 8
+    if isinstance(tile, WarpTile):
+        return warp_split.shared_bytes(tile, dim, max(dim_v, min(dim, 64)))
     if kernel == "kv_outer":  # K and V stay, Q passes
         return (tile.block_n * (dim + dim_v) + tile.block_m * dim) * element
     if kernel == "dense":  # of two products, neither of which keeps anything; one factor of Q K^T may stay in registers
@@ -85,6 +91,8 @@ def registers(problem: Problem, kernel: str, tile: Tile) -> int:
     if isinstance(tile, HopperTile):  # 64 rows in 128 threads: O, S, and P in 16 bits
         return (padded_dims(problem)[2] + tile.block_n + tile.block_n // 2) // 2 + ADDRESSES
     dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
+    if isinstance(tile, WarpTile):
+        return warp_split.registers(tile, dim, max(dim_v, min(dim, 64)))
     held = {
         "forward": tile.block_m * dim_v + scores,
         "kv_outer": tile.block_m * dim_v + scores,
