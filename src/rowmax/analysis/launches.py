@@ -31,8 +31,8 @@ Lengths = Sequence[tuple[int, int]]
 
 class Turn(NamedTuple):
     """Work of one turn of one block: FLOPs of products as executed, exponentials, other fp32 operations on scores, those on the
-    accumulator, and bytes that it waits for (0 where they were fetched ahead). Counted for `warp_split` only, 0 elsewhere: bytes
-    read from and written to shared memory, and barriers of the block."""
+    accumulator, and bytes that it waits for (0 where they were fetched ahead). Counted for `warp_split` only, 0 elsewhere:
+    bytes read from and written to shared memory, and barriers of the block."""
 
     tensor_flops: float
     exps: float

@@ -35,8 +35,8 @@ class Constants(NamedTuple):
     """Cycles unless said otherwise. Fitted by least errors to one half of the H200 forward rows in `benchmarks/results/` (those
     whose spelling has an even checksum; `q_outer` and `hopper`); tests/analysis/test_predict.py says how the other half fits.
 
-    `latency`, `l2_bytes`, `barrier`, and what `split_kv`, `kv_outer`, `dense` and `warp_split` need besides, are guesses: no row
-    decides them yet.
+    `latency`, `l2_bytes`, `barrier`, and what `split_kv`, `kv_outer`, `dense` and `warp_split` need besides, are guesses: no
+    row decides them yet.
     """
 
     clock: float = 0.985  # of the boost clock, that a short kernel runs at
