@@ -31,6 +31,7 @@ def test_there_is_a_page_for_each_step():
         "recomputation",
         "prefill-against-decode",
         "off-tensor-core",
+        "split-kv-against-split-q",
     )
     assert {*steps, "hopper-forward", "hopper-backward", "index"} == {page.stem for page in PAGES}
     assert all(len(code_of(page)) == 1 for page in PAGES if page.stem in steps)

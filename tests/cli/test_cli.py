@@ -243,6 +243,8 @@ def test_lessons_on_the_cpu():
         line.split()[0]: line for line in printed[printed.index(next(one for one in printed if "counted" in one)) :] if line
     }
     assert set(counted) >= {"dense", "kv_outer", "q_outer", "hopper", "split_kv"}
+    turns = {line.split()[3]: line.split()[6] for line in printed if line.startswith("warp_split[32x64 w2 s2")}
+    assert (turns["rows]"], turns["columns]"], turns["late]"]) == ("2", "7", "4"), "barriers of a turn"
     assert any(line.startswith("kv_outer") and " 1.5x " in line for line in printed)  # Q: 3 tiles of 4 are seen, of 2 row tiles
     assert any(line.startswith("q_outer") and " 1x " in line for line in printed)
 

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +221,16 @@ def test_split_columns_cost_more_shared_memory_and_barriers():
     assert columns["read"] + columns["written"] > 2 * (rows["read"] + rows["written"])
     assert columns["barriers"] > 3 * rows["barriers"]
     assert columns["HMMA"] == rows["HMMA"]
+
+
+def test_the_table_of_the_lesson():
+    page = Path(__file__).parents[2] / "docs" / "lessons" / "split-kv-against-split-q.md"
+    text = page.read_text()
+    for (device, _, tile), found in zip(BUILDS[:5], builds()[:5], strict=True):
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {device}, `{WarpTile.parse(tile).share}`"))
+        moved = (round(found[word] / 1024) for word in ("read", "written"))
+        counts = (found[word] for word in ("barriers", "SHFL", "instructions", "registers"))
+        assert row.split("|")[2:-1] == [f" {number} " for number in (*moved, *counts)], found
 
 
 def main(*builds: str) -> None:

@@ -17,8 +17,14 @@ from rowmax.analysis import tally
 from rowmax.analysis.cost import bytes_of, flops_of, pairs_of
 from rowmax.analysis.predict import Prediction, predict
 from rowmax.errors import ProblemError
+from rowmax.plan.warp_split import SHARES
 
-KERNELS = ("dense", "kv_outer", "q_outer", "hopper", "split_kv")
+WARPS = "32x64 w2 s2"  # a tile that fits every chip, whichever way its warps share it
+KERNELS = (
+    *("dense", "kv_outer", "q_outer"),
+    *(f"warp_split[{WARPS} {share}]" for share in SHARES),
+    *("hopper", "split_kv"),
+)
 DEFAULTS = {"cpu": "b1 h2 q512 k512 d64 fp32", "cuda": "b4 h16 q4096 k4096 d64 bf16"}
 MOST_SCORES = 2**24  # that the counting loops take a few seconds for
 
@@ -76,7 +82,8 @@ def _model(problem: Problem, gpu: Device, measured: bool, console: Console) -> N
         try:
             predictions[name] = predict(problem, gpu, name)
         except Unsupported as error:
-            console.print(f"  not {name}: {escape(error.refusals.get(name, str(error)))}")
+            algorithm = name.partition("[")[0]
+            console.print(f"  not {escape(name)}: {escape(error.refusals.get(algorithm, str(error)))}")
         except KeyError as error:
             raise ProblemError(f"--gpu: {error.args[0]}") from None
     times = _times(problem, predictions) if measured else {}
@@ -102,10 +109,26 @@ def _model(problem: Problem, gpu: Device, measured: bool, console: Console) -> N
             ms, peak, wrong = times[name]
             seen = (wrong, "", "") if wrong else (f"{ms:.4g}", f"{flops / ms / 1e9:.4g}", _bytes(peak))
         table.add_row(
-            *(name, *seen, f"{found.seconds * 1e3:.4g}", _bytes(hbm), _bytes(l2), f"{main.blocks:,}", f"{found.waves:.2f}"),
-            *(_bytes(main.shared_bytes), found.verdict),
+            *(escape(name), *seen, f"{found.seconds * 1e3:.4g}", _bytes(hbm), _bytes(l2), f"{main.blocks:,}"),
+            *(f"{found.waves:.2f}", _bytes(main.shared_bytes), found.verdict),
         )
     console.print(table)
+    console.print(_turns(problem, predictions))
+
+
+def _turns(problem: Problem, predictions: dict[str, Prediction]) -> Table:
+    """What kernels do for a score besides the products: padding and hidden scores of a tile are computed as well."""
+    title = "the same, counted by the model"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    for column in ("", "exps a pair", "O scaled a pair", "barriers a turn", "shared memory a turn"):
+        table.add_column(column, no_wrap=True, justify="right" if column else "left")
+    pairs = max(pairs_of(problem), 1)
+    for name, found in predictions.items():
+        shares = (sum(getattr(one.turn, what) * one.turns for one in found.launches) for what in ("exps", "rescale_ops"))
+        turn = max(found.launches, key=lambda launch: launch.turns).turn
+        counted = (str(turn.barriers), _bytes(turn.shared_bytes)) if turn.barriers else ("", "")  # warp_split's alone
+        table.add_row(escape(name), *(f"{share / pairs:.2f}" for share in shares), *counted)
+    return table
 
 
 def _times(problem: Problem, predictions: dict[str, Prediction]) -> dict[str, tuple[float, int, str]]:
