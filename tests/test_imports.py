@@ -29,6 +29,8 @@ ALLOWED = {
     "analysis": {"analysis", "plan", "problem", "paged", "mask", "device", "numerics", "errors"},
     "ops": {"cpu", "plan", "problem", "mask", "device", "numerics", "errors"},
     "ops_scored": {"ops", "plan", "problem", "device"},
+    "second_order": {"cpu", "plan", "problem", "mask"},
+    "ops_second": {"ops", "second_order", "problem"},
     "eager": {"ops"},
     "ops_paged": {"ops", "cpu", "plan", "problem", "paged", "device", "errors"},
     "serving": {"api", "eager", "ops", "ops_paged", "paged", "plan", "errors"},

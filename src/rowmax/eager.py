@@ -6,7 +6,7 @@ call waits for. `ops` keeps what they gave, by the form of the call.
 
 import torch
 
-from rowmax.ops import ON_CPU, PLAIN, forward_below_autograd, kernels, launch_of, plan_forward
+from rowmax.ops import FORWARD, ON_CPU, PLAIN, forward_below_autograd, kernels, launch_of, plan_forward
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr()  # taken away by inference mode
 _USUAL_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).raw_repr() | _VIEWS
@@ -18,6 +18,8 @@ def forward_without_gradient(need_lse, *call):
         launch = launch_of(need_lse, *call)
         if launch is not None:
             return launch(*call[:5])
+    if torch._C._are_functorch_transforms_active():  # a level below may need gradients, and for them the LSE
+        return FORWARD(True, *call)
     return forward_below_autograd(need_lse, *call)
 
 

@@ -197,20 +197,6 @@ class _Attention(torch.autograd.Function):
         )
 
 
-class _FirstOrderOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return BACKWARD(*arguments)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(
-            "double backward (second-order gradients) through rowmax attention is not implemented; "
-            "use rowmax.reference.attention, which autograd differentiates to any order."
-        )
-
-
 def _requires_grad(*tensors) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -220,17 +206,27 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def second():
+    """`rowmax.ops_second`, imported when somebody takes a derivative in forward mode, by `torch.func`, or of a gradient."""
+    from rowmax import ops_second
+
+    return ops_second
+
+
+def _transformed() -> bool:
+    """May tensors carry tangents, or belong to a level of `torch.func`?"""
+    return in_forward_mode() or torch._C._are_functorch_transforms_active()
+
+
 def _forward_autograd(*arguments):
-    if in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in arguments[1:4]):
-        raise NotImplementedError(
-            "forward-mode differentiation (jvp) through rowmax attention is not implemented; use rowmax.reference.attention."
-        )
+    if _transformed():
+        return second().forward(second().PLAIN, *arguments)
     return _Attention.apply(*arguments) if _requires_grad(*arguments[1:4]) else forward_below_autograd(*arguments)
 
 
 def _backward_autograd(*arguments):
-    if _requires_grad(*arguments[1:3], *arguments[5:8]):
-        return _FirstOrderOnly.apply(*arguments)
+    if _requires_grad(*arguments[1:8]) or _transformed():
+        return second().backward(second().PLAIN, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return BACKWARD(*arguments)
 

@@ -15,7 +15,7 @@ import torch
 from machine_code import compiled, instructions, source
 
 from rowmax import Device, Problem, plan
-from rowmax.kernels import generations, launch
+from rowmax.kernels import generations, launch, scored_launch
 from rowmax.plan.generations import BY_NAME
 from rowmax.problem import Operands
 
@@ -33,7 +33,8 @@ def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_
     cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
     q, k, v = (torch.empty(shape[problem.packed :], dtype=problem.dtype) for shape in shapes)
     slopes = torch.empty((problem.batch, problem.heads_q)[problem.alibi == "head" :]) if problem.alibi else None
-    operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None)
+    pairs = [made_for(problem, letters, dtype) for letters, dtype in ((problem.bias, problem.dtype), (problem.mask, torch.bool))]
+    operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None, *pairs)
     out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
     chosen = plan(problem, device, direction=direction, prefer=algorithm)
     tiles = chosen.tiles
@@ -48,9 +49,19 @@ def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_
         ("query", launch.query_call(problem, operands, query_tile, out, lse, lse, q)),
         ("key", launch.key_call(problem, operands, key_tiles[0], out, lse, lse, k, v if len(key_tiles) == 1 else None)),
     ]
+    if problem.bias:
+        found.append(("bias", scored_launch.bias_call(problem, operands, query_tile, out, lse, lse)[0]))
     if len(key_tiles) > 1:
         found.append(("value", launch.key_call(problem, operands, key_tiles[1], out, lse, lse, None, v)))
     return found
+
+
+def made_for(problem: Problem, letters: str, dtype):
+    """A bias or a mask, or None."""
+    sizes = (problem.batch, problem.heads_q, problem.len_q, problem.len_k)
+    letters, _, wide = letters.partition(",")
+    shape = [size if letter in letters else 1 for letter, size in zip("bhqk", sizes, strict=True)]
+    return torch.empty(shape, dtype=torch.float32 if wide else dtype) if letters else None
 
 
 def facts(name: str, call, device: Device) -> dict:

@@ -1,0 +1,341 @@
+"""Second order: a backward through the backward, forward mode, and their mixtures, against fp64 and by finite differences."""
+
+import weakref
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import rowmax
+from rowmax import Problem, ops, ops_second, reference, second_order, testing
+from rowmax.numerics import UNIT_ROUNDOFF
+from rowmax.plan.tile import Tile
+
+DENSE = {
+    "full": "b1 h2/1 q5 k7 d3/2 fp64",
+    "causal": "b2 h4/2 q6 k9 d3 fp64 causal scale=0.7",
+    "rows that see nothing": "b1 h2 q9 k5 d4 fp64 causal",
+    "window": "b1 h2/1 q8 k8 d3 fp64 window(2,1)",
+    "no keys": "b2 h2 q3 k0 d4 fp64",
+}
+PACKED = {"packed": "b4 h2/1 q11 k13 d3 fp64 packed causal", "rows of no sequence": "b2 h2 q9 k9 d3 fp64 packed window(1,1)"}
+PROBLEMS = {**DENSE, **PACKED}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """So that a few rows and keys are several tiles."""
+    monkeypatch.setitem(second_order.TILES, "cpu", Tile(4, 8))
+
+
+def make(text, seed=0):
+    """`(problem, ours, definition, inputs, direction)`: both functions of (q, k, v) give (out, lse)."""
+    problem = Problem.parse(text)
+    lengths = ((4, 4), (3, 2)) if text == PACKED["rows of no sequence"] else None
+    operands = testing.operands(problem, seed=seed, lengths=lengths)
+    cu = operands[3:5]
+    options = {"left": problem.band.left, "right": problem.band.right, "scale": problem.scale}
+
+    def finite(out, lse):  # rows that see nothing have no derivatives
+        return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+    def ours(q, k, v):
+        return finite(*testing.attend(problem, operands._replace(q=q, k=k, v=v)))
+
+    def definition(q, k, v):
+        if cu[0] is None:
+            return finite(*reference.attention(q, k, v, **options))
+        return finite(*reference.attention_varlen(q, k, v, *cu, **options))
+
+    generator = torch.Generator().manual_seed(seed + 7)
+    direction = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in operands[:3])
+    return problem, ours, definition, tuple(operands[:3]), direction
+
+
+def curved(results):
+    """A number that depends on the output and the LSE, not linearly."""
+    return sum(((t * 1.3).sin() * torch.linspace(0.5, 2, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in results)
+
+
+def backward_through_backward(attend, inputs, direction):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    unused = {"allow_unused": True, "materialize_grads": True}  # the LSE does not depend on v
+    grads = torch.autograd.grad(curved(attend(*leaves)), leaves, create_graph=True, **unused)
+    along = sum((grad * t).sum() for grad, t in zip(grads, direction, strict=True))
+    return torch.autograd.grad(along, leaves, **unused)
+
+
+def forward_mode(attend, inputs, direction):
+    return torch.func.jvp(attend, inputs, direction)[1]
+
+
+def forward_mode_of_gradient(attend, inputs, direction):
+    gradient = torch.func.grad(lambda *x: curved(attend(*x)), (0, 1, 2))
+    return torch.func.jvp(gradient, inputs, direction)[1]
+
+
+def gradient_of_forward_mode(attend, inputs, direction):
+    """As a loss on how fast a model's result changes."""
+    return torch.func.grad(lambda *x: curved(torch.func.jvp(attend, x, direction)[1]), (0, 1, 2))(*inputs)
+
+
+def mean_flow(attend, inputs, direction):
+    """The loss of mean flows: a prediction against a target made of how the prediction changes; weights outside of `jvp`."""
+    weights = [torch.full((), 1.5, dtype=t.dtype, requires_grad=True) for t in inputs]
+
+    def model(*x):
+        return attend(*(t * weight for t, weight in zip(x, weights, strict=True)))
+
+    (out, lse), (t_out, t_lse) = torch.func.jvp(model, inputs, direction)
+    loss = (out - 0.3 * t_out.detach()).square().sum() + (lse * t_lse).sum()
+    return torch.autograd.grad(loss, weights)
+
+
+MIXTURES = (forward_mode, forward_mode_of_gradient, gradient_of_forward_mode, backward_through_backward, mean_flow)
+
+
+def close(results, wanted, what):
+    for got, want in zip(results, wanted, strict=True):
+        error, size = (got - want).abs().max() if want.numel() else 0.0, want.abs().max() if want.numel() else 0.0
+        assert error <= 1e-11 * (1 + size), f"{what}: off by {float(error):.1e} of {float(size):.1e}"
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("text", PROBLEMS.values(), ids=PROBLEMS)
+def test_fp64_is_the_definition(text, mixture):
+    """Autograd through the dense definition; several tiles."""
+    _, ours, definition, inputs, direction = make(text)
+    close(mixture(ours, inputs, direction), mixture(definition, inputs, direction), text)
+
+
+@pytest.mark.parametrize("text", ["b1 h2/1 q4 k6 d2 fp64 causal", PACKED["rows of no sequence"]])
+def test_finite_differences_of_the_gradients(text):
+    _, ours, _, inputs, _ = make(text)
+    leaves = tuple(t.requires_grad_() for t in inputs)
+    assert torch.autograd.gradgradcheck(ours, leaves, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True)
+    assert torch.autograd.gradcheck(ours, leaves, check_forward_ad=True, fast_mode=True)
+
+
+def test_plain_forward_mode_without_torch_func():
+    """`torch.autograd.forward_ad`: gradients of primals and tangents together, and gradients that carry tangents."""
+    _, ours, definition, inputs, direction = make(DENSE["causal"])
+    leaves = [t.requires_grad_() for t in inputs]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, along) for t, along in zip(leaves, direction, strict=True)]
+        pairs = [forward_ad.unpack_dual(t) for t in ours(*duals)]
+        both = torch.autograd.grad(sum(curved(list(pair)) for pair in pairs), leaves, retain_graph=True)
+        grads = torch.autograd.grad(curved(ours(*duals)), leaves)
+        tangents = [forward_ad.unpack_dual(grad).tangent for grad in grads]
+
+    def together(*x):
+        results, changes = torch.func.jvp(definition, x, direction)
+        return sum(curved([one, other]) for one, other in zip(results, changes, strict=True))
+
+    plain = tuple(t.detach() for t in inputs)
+    close(both, torch.func.grad(together, (0, 1, 2))(*plain), "both")
+    close(tangents, forward_mode_of_gradient(definition, plain, direction), "tangents of gradients")
+
+
+@pytest.mark.parametrize("subset", [(0,), (1,), (2,), (0, 2)])
+def test_a_direction_may_belong_to_some_inputs_only(subset):
+    _, ours, definition, inputs, direction = make(DENSE["window"])
+
+    def some(attend):
+        def of(*chosen):
+            every = list(inputs)
+            for i, t in zip(subset, chosen, strict=True):
+                every[i] = t
+            return attend(*every)
+
+        return of
+
+    chosen, along = ([t[i] for i in subset] for t in (inputs, direction))
+    for mixture in (forward_mode, backward_through_backward):
+        results = mixture(some(ours), tuple(chosen), tuple(along))
+        close(results, mixture(some(definition), tuple(chosen), tuple(along)), subset)
+
+
+def test_the_output_alone_and_the_lse_alone():
+    _, ours, definition, inputs, direction = make(DENSE["causal"])
+    for part in (0, 1):
+        for mixture in (forward_mode_of_gradient, gradient_of_forward_mode, backward_through_backward):
+
+            def one(attend, part=part):
+                return lambda *x: (attend(*x)[part],)
+
+            close(mixture(one(ours), inputs, direction), mixture(one(definition), inputs, direction), part)
+
+
+@pytest.mark.parametrize(
+    "text", ["b1 h4/2 q40 k56 d16 bf16 causal", "b1 h2 q40 k40 d32 fp16 window(9,3)", "b2 h2 q30 k30 d8 fp32"]
+)
+def test_other_types_err_no_more_than_the_dense_computation_in_them(text):
+    """At most twice as far from fp64 as dense attention in the same type and rounding; in fp32 the rule's 16 units."""
+    problem, ours, definition, inputs, direction = make(text)
+    wide = [tuple(t.double() for t in some) for some in (inputs, direction)]
+    for mixture in (forward_mode, backward_through_backward):
+        exact = mixture(definition, *wide)
+        found, same = (mixture(attend, inputs, direction) for attend in (ours, definition))
+        for got, dense, want in zip(found, same, exact, strict=True):
+            error, allowed = (got.double() - want).abs().max(), (dense.double() - want).abs().max()
+            units = 16 if problem.dtype_name == "fp32" else 1
+            rounding = units * UNIT_ROUNDOFF[problem.dtype_name] * want.abs().max()
+            assert error <= 2 * allowed + rounding, f"{mixture.__name__}: {float(error):.1e}, dense {float(allowed):.1e}"
+
+
+def test_large_tiles_give_what_small_ones_give(monkeypatch):
+    _, ours, _, inputs, direction = make("b2 h4/2 q33 k40 d8 fp64 window(20,3)")
+    small = [mixture(ours, inputs, direction) for mixture in MIXTURES]
+    monkeypatch.setitem(second_order.TILES, "cpu", Tile(256, 4096))
+    for mixture, want in zip(MIXTURES, small, strict=True):
+        close(mixture(ours, inputs, direction), want, mixture.__name__)
+
+
+class _Memory(TorchDispatchMode):
+    """The most bytes that tensors made inside take at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self._seen = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._seen:
+                storage = t.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                self._seen.add(key)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, key, size)
+        return result
+
+    def _gone(self, key, size):
+        self._seen.discard(key)
+        self.now -= size
+
+
+def test_memory_is_linear_in_the_length(monkeypatch):
+    """Of all three computations, tensor by tensor: twice the length takes twice as much, and less than one score matrix."""
+    monkeypatch.setitem(second_order.TILES, "cpu", Tile(64, 1024))
+    most = {}
+    for length in (1024, 2048):
+        problem = Problem.parse(f"b1 h2 q{length} k{length} d16 fp32 causal")
+        operands = testing.operands(problem)
+        out, lse = testing.attend(problem, operands)
+        given = (*testing.cotangents(problem), out, lse)
+        direction = second_order.Direction(*operands[:3], None)
+        runs = {
+            "forward mode": lambda *a: second_order.forward_mode(*a[:2], *a[2][2:], a[3]),
+            "derivatives": lambda *a: second_order.derivatives(*a[:2], *a[2], a[3], (True, True, True)),
+            "backward mode": lambda *a: second_order.backward_mode(*a[:2], a[2], a[2], a[3]),
+        }
+        for name, run in runs.items():
+            with _Memory() as memory:
+                run(problem, operands, given, direction)
+            most[name, length] = memory.most
+            assert memory.most < 4 * 2 * length**2, f"{name}: {memory.most} bytes"
+    for name in runs:
+        assert most[name, 2048] <= 2.05 * most[name, 1024], f"{name}: {most}"
+
+
+def test_hidden_values_have_no_effect():
+    """NaN in keys that nobody sees, and in queries that see nothing."""
+    for text, names, hidden in (("b1 h2 q4 k20 d4 fp64 window(3,0)", "kv", 10), ("b1 h2 q9 k4 d4 fp64 causal", "q", 5)):
+        _, ours, _, inputs, direction = make(text)
+        dirty = [t.clone() for t in inputs]
+        for name in names:
+            dirty["qkv".index(name)][:, :hidden] = torch.nan
+        for mixture in (forward_mode, backward_through_backward, forward_mode_of_gradient):
+            close(mixture(ours, tuple(dirty), direction), mixture(ours, inputs, direction), text)
+
+
+def test_third_order_and_nested_forward_mode_say_that_they_are_missing():
+    _, ours, _, inputs, direction = make(DENSE["full"])
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    grads = torch.autograd.grad(curved(ours(*leaves)), leaves, create_graph=True)
+    again = torch.autograd.grad(curved(grads), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match="third-order"):
+        torch.autograd.grad(curved(again), leaves)
+    with pytest.raises(NotImplementedError, match="forward mode within forward mode"):
+        forward_mode(lambda *x: forward_mode(ours, x, direction), inputs, direction)
+    with pytest.raises(NotImplementedError, match="third-order"):
+        forward_mode(lambda *x: backward_through_backward_func(ours, x, direction), inputs, direction)
+
+
+def backward_through_backward_func(attend, inputs, direction):
+    gradient = torch.func.grad(lambda *x: curved(attend(*x)), (0, 1, 2))
+    return torch.func.vjp(gradient, *inputs)[1](direction)
+
+
+def test_vmap_keeps_gradients():
+    """Also when what is mapped over needs a gradient outside."""
+    _, _, definition, (q, k, v), _ = make("b3 h2 q5 k5 d4 fp64")
+    attend = torch.func.vmap(lambda *x: rowmax.attention(*(t.unsqueeze(0) for t in x)).squeeze(0))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    grads = torch.autograd.grad(attend(*leaves).sin().sum(), leaves)
+    close(grads, torch.autograd.grad(definition(*leaves)[0].sin().sum(), leaves), "vmap")
+
+
+def test_compiled_forward_mode():
+    """In one graph, with gradients of the primals."""
+    *_, inputs, direction = make("b1 h2 q6 k6 d8 fp32 causal")
+
+    def step(*x):
+        out, t_out = torch.func.jvp(lambda *y: rowmax.attention(*y, causal=True), x, direction)
+        return (out - t_out.detach()).square().sum()
+
+    leaves = [t.requires_grad_() for t in inputs]
+    torch._dynamo.reset()
+    grads = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    for got, want in zip(grads, torch.autograd.grad(step(*leaves), leaves), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_operators_pass_the_library_s_checks():
+    problem = Problem.parse("b1 h2/1 q5 k6 d4 fp32 causal")
+    operands = testing.operands(problem)
+    out, lse = testing.attend(problem, operands)
+    given = (*testing.cotangents(problem), out, lse)
+    call = (*operands[:3], None, None, None, None, None, None, None, None, 0, False, "", 0.0)
+    along = (*operands[:3], None)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops_second.FORWARD_MODE, (out, lse, *along, *call), test_utils=utils)
+    torch.library.opcheck(ops_second.DERIVATIVES, ((True, False, True), *given, *along, *call), test_utils=utils)
+    torch.library.opcheck(ops_second.BACKWARD_MODE, (*given, *given, *along, *call), test_utils=utils)
+
+
+def test_the_first_order_does_not_come_here(monkeypatch):
+    def never():
+        raise AssertionError("the second order's module was asked for")
+
+    monkeypatch.setattr(ops, "second", never)
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    rowmax.attention(q, q, q).sum().backward()
+    with torch.no_grad():
+        rowmax.attention(q, q, q)
+
+
+def test_precision_flags_are_put_back(monkeypatch):
+    """fp32 on a GPU: no TF32 inside, and afterwards what was allowed before."""
+    matmul = torch.backends.cuda.matmul
+    problem, *_ = make("b1 h1 q2 k2 d2 fp32")
+
+    class On:
+        type = "cuda"
+
+    class Somewhere:
+        device = On
+
+    operands = testing.operands(problem)._replace(q=Somewhere)
+    before = matmul.allow_tf32
+    try:
+        for allowed in (True, False):
+            matmul.allow_tf32 = allowed
+            with second_order._ieee_products(problem, operands):
+                assert matmul.fp32_precision != "tf32"
+            assert matmul.allow_tf32 is allowed
+    finally:
+        matmul.allow_tf32 = before
