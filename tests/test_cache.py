@@ -8,6 +8,7 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 import rowmax
+import soak_cache
 from rowmax import CacheFull, PagedKVCache, ProblemError, append_kv, reference, rotate
 from rowmax.paged import AppendOperands
 
@@ -346,4 +347,9 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestServing.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_a_long_walk_leaves_nothing_behind():
+    """`soak_cache.py` makes it a hundred times as long."""
+    assert soak_cache.growth(soak_cache.walk(Serving(), 160, stretches=4)).tensors == 0

@@ -11,7 +11,7 @@ from rowmax.mask import Band
 from rowmax.paged import PagedProblem, rotate
 from rowmax.plan import Plan, plan
 from rowmax.problem import Problem
-from rowmax.serving import append_kv, attention_paged
+from rowmax.serving import append_kv, attention_paged, prepare_paged
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "merge",
     "plan",
     "prepare",
+    "prepare_paged",
     "reference",
     "rotate",
     "sdpa",

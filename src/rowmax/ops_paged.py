@@ -12,12 +12,12 @@ import torch
 from rowmax.cpu import paged as cpu_paged
 from rowmax.device import Device
 from rowmax.errors import ProblemError
-from rowmax.ops import MOST, ON_CPU, PLAIN, _form, _own_precision, kernels
+from rowmax.ops import MOST, ON_CPU, PLAIN, _own_precision, kernels
 from rowmax.paged import AppendOperands, PagedOperands, PagedProblem, check_append
 from rowmax.plan import plan
 
 _LIBRARY = torch.library.Library("rowmax", "FRAGMENT")
-_launches: dict = {}  # form of a call -> its launch, or None on the CPU
+_launches: dict = {}  # form of a call -> its launch
 
 _SCHEMA = (
     "bool need_lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seqlens_k, Tensor? cu_seqlens_q, "
@@ -71,23 +71,49 @@ def _check_out(problem: PagedProblem, q, out) -> None:
         )
 
 
+def form_of(numbers, out, tensors):
+    """All that a call's launch depends on: `numbers`, and of its tensors everything but contents and addresses. None: the call
+    has to be looked at by itself, as one with a tensor of some other type."""
+    _, k, v, *_ = tensors
+    if type(k) not in PLAIN or type(v) not in PLAIN:
+        return None
+    form: list = [numbers, k.data_ptr() == v.data_ptr()]
+    for t in (*tensors, out):
+        if t is None:
+            form.append(None)
+        elif type(t) in PLAIN:
+            form += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+        else:
+            return None
+    return tuple(form)
+
+
+def kept(form):
+    """The launch of calls of this form, if there was one."""
+    try:
+        return _launches.get(form)
+    except TypeError:  # an argument that cannot be hashed, and which will be told so
+        return None
+
+
+def keep(form, launch) -> None:
+    if form is not None and launch is not None:
+        if len(_launches) >= MOST:
+            _launches.clear()
+        _launches[form] = launch
+
+
 def run(out, need_lse, *call):
     """`(out, lse)`, lse None unless it is needed; `out` None: made here."""
-    q, k, v, table, lengths, cu, k_scale, v_scale = call[:8]
-    tensors = (q, k, v, table, lengths)
-    if all(type(t) in PLAIN for t in tensors):
-        form = (
-            *(need_lse, call[8:], *(None if t is None else _form(t) for t in (out, cu, k_scale, v_scale))),
-            *(k.data_ptr() == v.data_ptr(), *map(_form, tensors)),
-        )
-        launch = _launches.get(form)
-        if launch is not None:
-            return launch(need_lse, out, PagedOperands(*call[:8]))
-    else:
-        form = None
+    return run_kept(None, out, need_lse, *call)
+
+
+def run_kept(form, out, need_lse, *call):
+    """The same; the launch is kept for other calls of the form."""
     problem, operands, chosen = plan_paged(*call)
     if out is not None:
-        _check_out(problem, q, out)
+        _check_out(problem, operands.q, out)
+    q = operands.q
     out_shape, lse_shape = shapes_of(problem, q)
     if chosen.algorithm in ON_CPU:
         out = q.new_empty(out_shape) if out is None else out
@@ -95,24 +121,35 @@ def run(out, need_lse, *call):
         with _own_precision():
             cpu_paged.forward(problem, operands, chosen, need_lse, out, lse)
         return out, lse
-    kernels()
-    from rowmax.kernels.decode_launch import Paged
-
-    launch = Paged(problem, chosen, out_shape, lse_shape)
-    if form is not None:
-        if len(_launches) >= MOST:
-            _launches.clear()
-        _launches[form] = launch
+    launch = launch_of(problem, chosen, q)
+    keep(form, launch)
     return launch(need_lse, out, operands)
 
 
+def launch_of(problem: PagedProblem, chosen, q: torch.Tensor):
+    """Of calls like this one, by kernels."""
+    kernels()
+    from rowmax.kernels.decode_launch import Paged
+
+    return Paged(problem, chosen, *shapes_of(problem, q))
+
+
+def _run_eagerly(out, need_lse, *call):
+    """What the operators run, below autograd."""
+    form = form_of((need_lse, *call[8:]), out, call[:8])
+    launch = kept(form)
+    if launch is not None:
+        return launch(need_lse, out, call[:8])
+    return run_kept(form, out, need_lse, *call)
+
+
 def _paged(need_lse, *call):
-    out, lse = run(None, need_lse, *call)
+    out, lse = _run_eagerly(None, need_lse, *call)
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 def _paged_into(out, need_lse, *call):
-    _, lse = run(out, need_lse, *call)
+    _, lse = _run_eagerly(out, need_lse, *call)
     return out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 

@@ -5,10 +5,23 @@ from typing import Optional, Union
 import torch
 
 from rowmax.api import Window, _band, _hint, _number
+from rowmax.eager import Prepared
 from rowmax.eager import _somebody_listens as somebody_listens
 from rowmax.errors import ProblemError
-from rowmax.ops import in_forward_mode
-from rowmax.ops_paged import APPEND, PAGED, PAGED_INTO, describe, run
+from rowmax.ops import ON_CPU, in_forward_mode
+from rowmax.ops_paged import (
+    APPEND,
+    PAGED,
+    PAGED_INTO,
+    describe,
+    form_of,
+    kept,
+    launch_of,
+    plan_paged,
+    run,
+    run_kept,
+    shapes_of,
+)
 from rowmax.paged import PagedOperands, check_values
 from rowmax.plan import Plan
 
@@ -77,27 +90,19 @@ def attention_paged(
 
     Method: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over pages (PagedAttention, Kwon et al. 2023, section 4.1).
     """
-    given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "block_table": block_table, "seqlens_k": seqlens_k}
-    for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    for name, flag in (("causal", causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
-        if flag is not True and flag is not False:
-            raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
-    left, right = _band(causal, window)
-    scale = scale if scale is None or type(scale) is float else _number("scale", scale)
-    call = (
-        *(return_lse, q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale),
-        *(
-            _hint("max_seqlen_q", max_seqlen_q),
-            scale,
-            left,
-            right,
-            _hint("num_splits", num_splits),
-            batch_invariant,
-            "" if plan is None else str(plan),
-        ),
-    )
+    tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale)
+    numbers = (max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan)
+    form, given_out = None, out
+    flags = type(causal) is type(return_lse) is type(batch_invariant) is bool  # 1 equals True, and is to be refused
+    if flags and not (debug or torch.compiler.is_compiling()):
+        form = form_of(("given", *numbers), out, tensors)
+        launch = kept(form)  # the arguments of such a call were found right
+        if launch is not None and not _dispatched(q, k_pages, v_pages):
+            out, lse = launch(return_lse, out, tensors)
+            if given_out is not None:
+                torch.autograd.graph.increment_version(out)
+            return (out, lse) if return_lse else out
+    call = _call(tensors, *numbers)
     if debug:
         _check_on_the_host(call)
     if _dispatched(q, k_pages, v_pages):
@@ -106,11 +111,101 @@ def attention_paged(
         else:
             lse = PAGED_INTO(out, *call)
     else:
-        given_out = out
-        out, lse = run(out, *call)
+        out, lse = run_kept(form, out, *call)
         if given_out is not None:
             torch.autograd.graph.increment_version(out)  # a graph of autograd that saved it notices that it changed
     return (out, lse) if return_lse else out
+
+
+def _call(tensors, max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan) -> tuple:
+    """The operator's arguments, the first of them `need_lse`.
+
+    Raises:
+        ProblemError: one of them has the wrong type.
+    """
+    names = ("q", "k_pages", "v_pages", "block_table", "seqlens_k")
+    for name, tensor in zip(names, tensors, strict=False):
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    for name, flag in (("causal", causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
+        if flag is not True and flag is not False:
+            raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
+    left, right = _band(causal, window)
+    scale = scale if scale is None or type(scale) is float else _number("scale", scale)
+    max_seqlen_q, num_splits = _hint("max_seqlen_q", max_seqlen_q), _hint("num_splits", num_splits)
+    spelled = "" if plan is None else str(plan)
+    return (return_lse, *tensors, max_seqlen_q, scale, left, right, num_splits, batch_invariant, spelled)
+
+
+class PreparedPaged(Prepared):
+    """A call over pages on tensors that stay where they are; as `rowmax.eager.Prepared`."""
+
+    def __init__(self, tensors: tuple, *numbers):
+        need_lse, *call = _call(tensors, *numbers)
+        self.problem, operands, self.plan = plan_paged(*call)
+        q = operands.q
+        out_shape, lse_shape = shapes_of(self.problem, q)
+        with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode could not be written outside of it
+            out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+            lse = torch.empty(lse_shape, dtype=self.problem.lse_dtype, device=q.device) if need_lse else None
+        self._written = [out] if lse is None else [out, lse]
+        self._result = (out, lse) if need_lse else out
+        if self.plan.algorithm in ON_CPU or somebody_listens(*operands[:3]):
+
+            def compute():
+                with torch.no_grad():
+                    for result, made in zip(self._written, run(None, need_lse, *call), strict=False):
+                        result.copy_(made)
+
+            self._run = compute
+        else:
+            self._run = launch_of(self.problem, self.plan, q).into(operands, out, lse)
+
+
+def prepare_paged(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    *,
+    cu_seqlens_q: Optional[torch.Tensor] = None,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    causal: bool = True,
+    window: Optional[Window] = None,
+    scale: Optional[float] = None,
+    num_splits: Optional[int] = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    plan: Union[None, str, Plan] = None,
+) -> PreparedPaged:
+    """A call of `attention_paged` of which all but the launches is done once, for steps whose queries, lengths and table are
+    written in place between the calls:
+
+        attend = rowmax.prepare_paged(q, k_pages, v_pages, block_table, seqlens_k)
+        for step in steps:
+            q.copy_(...), seqlens_k.add_(1)
+            out = attend()
+
+    Args:
+        As for `attention_paged`.
+
+    Returns:
+        A function without arguments, as `rowmax.prepare` gives: it returns the same tensors every time, overwritten, and keeps
+        its tensors and its memory for partial results alive. Its calls must follow one another, as on one stream.
+
+    Raises:
+        ProblemError, Unsupported: as `attention_paged`.
+    """
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k_pages, v_pages)):
+        raise ProblemError(
+            "prepare_paged gives no gradients, and an input requires them. Call it under torch.no_grad() or with detached "
+            "tensors."
+        )
+    tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale)
+    return PreparedPaged(tensors, max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan)
 
 
 def append_kv(

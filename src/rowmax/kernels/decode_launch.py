@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -150,28 +151,58 @@ class Paged:
         self._problem, self._tile = problem, tile
         self._out_shape, self._lse_shape = out_shape, lse_shape
         self._elements = part_elements(problem, tile)
+        self._fill = problem.packed  # rows outside every sequence are written by nobody
+        self._has_work = has_work(problem)
+        self._like_q = not self._fill and problem.dim_qk == problem.dim_v  # a third faster than from a shape
         self._again: Any = None
 
-    def __call__(self, need_lse: bool, out: Optional[torch.Tensor], operands: PagedOperands):
-        """`(out, lse)`; `out` is made where none is given, lse is None unless it is needed."""
-        q = operands.q
-        fill = self._problem.packed  # rows outside every sequence are written by nobody
+    def __call__(self, need_lse: bool, out: Optional[torch.Tensor], tensors: tuple):
+        """`(out, lse)`; `out` is made where none is given, lse is None unless it is needed. `tensors`: as `PagedOperands`."""
+        q, k, v, table, lengths, cu, k_scale, v_scale = tensors
         if out is None:
-            out = q.new_zeros(self._out_shape) if fill else q.new_empty(self._out_shape)
-        elif fill:
+            if self._like_q:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            else:
+                out = q.new_zeros(self._out_shape) if self._fill else q.new_empty(self._out_shape)
+        elif self._fill:
             out.zero_()
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if need_lse else None
-        if fill and lse is not None:
+        if self._fill and lse is not None:
             lse.fill_(-torch.inf)
-        if not has_work(self._problem):
+        if not self._has_work:
             return out, lse
         parts = q.new_empty(self._elements, dtype=torch.float32) if self._elements else None
-        _, k, v, *others = operands
-        if self._again is not None and q.device.index == torch.cuda.current_device():
-            self._again(*map(launch._address, (q, k, v, out, lse, parts, *others)))
+        if self._again is None or q.device.index != torch.cuda.current_device():
+            self._again = run(self._problem, PagedOperands(*tensors), self._tile, out, lse, parts)
             return out, lse
-        self._again = run(self._problem, operands, self._tile, out, lse, parts)
+        self._again(
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()),
+            *(None if parts is None else parts.data_ptr(), table.data_ptr(), lengths.data_ptr()),
+            *(None if cu is None else cu.data_ptr(), None if k_scale is None else k_scale.data_ptr()),
+            None if v_scale is None else v_scale.data_ptr(),
+        )
         return out, lse
+
+    def into(self, operands: PagedOperands, out: torch.Tensor, lse: Optional[torch.Tensor]) -> Callable[[], None]:
+        """A function that computes into `out` and `lse` what these tensors then hold; its calls must follow one another."""
+        q, k, v, *others = operands
+        parts = q.new_empty(self._elements, dtype=torch.float32) if self._elements else None
+        addresses = tuple(map(launch._address, (q, k, v, out, lse, parts, *others)))
+        index = q.device.index
+
+        def compute():
+            if self._fill:
+                out.zero_()
+                if lse is not None:
+                    lse.fill_(-torch.inf)
+            if not self._has_work:
+                return
+            if self._again is None or index != torch.cuda.current_device():
+                self._again = run(self._problem, operands, self._tile, out, lse, parts)
+            else:
+                self._again(*addresses)
+
+        return compute
 
 
 def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, parts) -> Any:
@@ -182,15 +213,23 @@ def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, pa
     builds = [launch._launch(device, call) for call in made]
     if None in builds:
         return None
-    first, *second = [(build, call.numbers) for build, call in zip(builds, made, strict=True)]
+    return _Again([(build, call.numbers) for build, call in zip(builds, made, strict=True)])
 
-    def again(q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale):
-        build, numbers = first
-        build(q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *numbers)
-        for build, numbers in second:
-            build(out, lse, parts, lengths, cu, *numbers)
 
-    return again
+class _Again:
+    """The launches of a call, for other addresses, on the device that was current when they were built."""
+
+    def __init__(self, launches: list):
+        self.launches = launches
+        self._stream = launches[0][0].stream
+        self._decode, self._numbers = launches[0][0].enqueue, launches[0][1]
+        self._combine, self._more = (launches[1][0].enqueue, launches[1][1]) if len(launches) > 1 else (None, ())
+
+    def __call__(self, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale) -> None:
+        stream = self._stream()
+        self._decode(stream, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *self._numbers)
+        if self._combine is not None:
+            self._combine(stream, out, lse, parts, lengths, cu, *self._more)
 
 
 def append_call(operands: AppendOperands, interleaved: bool) -> Call:
