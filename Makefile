@@ -54,6 +54,7 @@ test: $(READY)
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu --require-gpu $(ARGS)
+	$(RUN) tests/gpu_grid.py
 
 bench: $(READY)
 	$(RUN) benchmarks/run.py $(ARGS)

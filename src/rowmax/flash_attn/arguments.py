@@ -28,12 +28,6 @@ def refuse_dropout(dropout_p: float) -> None:
         raise Unsupported(f"rowmax.flash_attn has no dropout; got dropout_p={dropout_p}. Pass 0.0, as in evaluation.")
 
 
-def refuse_scores_over_pages(chosen: dict) -> None:
-    for name in ("softcap", "alibi_slopes"):
-        if name in chosen:
-            raise Unsupported(f"rowmax.flash_attn does not compute {name} over pages (block_table, cache_batch_idx).")
-
-
 def window(window_size, len_k: Optional[int] = None) -> tuple[Optional[int], Optional[int]]:
     """-1 is no limit there, None here."""
     try:

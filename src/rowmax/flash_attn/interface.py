@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 
 from rowmax.api import attention, attention_varlen
-from rowmax.flash_attn.arguments import length, no_mask, options, refuse_scores_over_pages, rows, their_lse
+from rowmax.flash_attn.arguments import length, no_mask, options, rows, their_lse
 from rowmax.flash_attn.kvcache import flash_attn_with_kvcache  # noqa: F401, it belongs to this module there
 from rowmax.flash_attn.private import (  # noqa: F401, the names that other libraries import from here
     _flash_attn_backward,
@@ -21,8 +21,8 @@ from rowmax.flash_attn.private import (  # noqa: F401, the names that other libr
     _wrapped_flash_attn_forward,
     _wrapped_flash_attn_varlen_backward,
     _wrapped_flash_attn_varlen_forward,
+    over_pages,
 )
-from rowmax.serving import attention_paged
 
 
 def flash_attn_func(
@@ -132,13 +132,12 @@ def flash_attn_varlen_func(
     )
     if block_table is not None:
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-        hints = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": length(max_seqlen_q)}
-        refuse_scores_over_pages(chosen)
-        found = attention_paged(q, k, v, block_table, lengths, return_lse=bool(return_attn_probs), **hints, **chosen)
+        found = over_pages(q, k, v, cu_seqlens_q, block_table, lengths, length(max_seqlen_q), chosen)
+        found = found if return_attn_probs else found[0]
     else:
-        hints = {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
+        chosen |= {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
         chosen |= {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
-        found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **hints, **chosen)
+        found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **chosen)
     return (found[0], their_lse(found[1]), no_mask(q)) if return_attn_probs else found
 
 

@@ -1,16 +1,17 @@
 """`flash_attn_with_kvcache`: append to a cache, turn by position, attend. Inference only.
 
 A contiguous cache is one page a sequence, which `attention_paged` reads where it lies. With ALiBi, a soft-cap or padding on the
-left it is a packed tensor instead, in which the keys that nobody sees are sequences without queries.
+left it is a packed tensor instead (`live`); pages, and the sequences that `cache_batch_idx` names, are then copied first, which
+takes the memory and the time of reading the whole cache once more.
 """
 
 from typing import Any, Optional, Union
 
 import torch
 
-from rowmax.api import attention_varlen
-from rowmax.errors import ProblemError, Unsupported
-from rowmax.flash_attn.arguments import options, refuse_scores_over_pages, rows, their_lse
+from rowmax.errors import ProblemError
+from rowmax.flash_attn.arguments import options, rows, their_lse
+from rowmax.flash_attn.live import attend_cache, gathered
 from rowmax.paged import rotate
 from rowmax.serving import append_kv, attention_paged
 
@@ -84,31 +85,12 @@ def flash_attn_with_kvcache(
         chosen["num_splits"] = num_splits or None
         out, lse = attention_paged(q, k_cache, v_cache, table, total, return_lse=True, **chosen)
     else:
-        if block_table is not None or cache_batch_idx is not None:
-            refuse_scores_over_pages(chosen)
-            raise Unsupported("rowmax.flash_attn does not take cache_leftpad with cache_batch_idx.")
-        out, lse = _contiguous(q, k_cache[:batch], v_cache[:batch], cache_leftpad, total, chosen)
+        copied = block_table is not None or cache_batch_idx is not None
+        k_all, v_all = (gathered(t, table) if copied else t[:batch] for t in (k_cache, v_cache))
+        cu_q = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * len_q
+        out, lse = attend_cache(q.flatten(0, 1), cu_q, k_all, v_all, total, cache_leftpad, chosen, len_q)
+        out, lse = out.unflatten(0, (batch, len_q)), lse.unflatten(1, (batch, len_q)).transpose(0, 1)
     return (out, their_lse(lse)) if return_softmax_lse else out
-
-
-def _contiguous(q, k_cache, v_cache, leftpad, total, chosen):
-    """The cache `[B, Tcache, H, D]` as one packed tensor: in each sequence padding, live keys, and the rest, of which the
-    second alone has queries."""
-    batch, len_q = q.shape[:2]
-    room = k_cache.shape[1]
-    total = total.clamp(0, room)
-    first = torch.zeros_like(total) if leftpad is None else leftpad.clamp(min=0).minimum(total)
-    start = torch.arange(batch, device=q.device, dtype=torch.int32)
-    ends_k = torch.stack([first, total, torch.full_like(total, room)], 1).to(torch.int32) + start.unsqueeze(1) * room
-    ends_q = torch.tensor([0, len_q, len_q], device=q.device, dtype=torch.int32) + start.unsqueeze(1) * len_q
-    cu_q, cu_k = (torch.nn.functional.pad(ends.flatten(), (1, 0)) for ends in (ends_q, ends_k))
-    slopes = chosen.get("alibi_slopes")
-    if slopes is not None and slopes.dim() == 2:
-        chosen["alibi_slopes"] = slopes.repeat_interleave(3, 0)
-    k, v = (cache.flatten(0, 1) for cache in (k_cache, v_cache))
-    hints = {"max_seqlen_q": len_q, "max_seqlen_k": room}
-    out, lse = attention_varlen(q.flatten(0, 1), k, v, cu_q, cu_k, return_lse=True, **hints, **chosen)
-    return out.unflatten(0, (batch, len_q)), lse.unflatten(1, (batch, len_q)).transpose(0, 1)
 
 
 def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:

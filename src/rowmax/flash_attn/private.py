@@ -10,18 +10,17 @@ from typing import Any, Optional
 import torch
 
 from rowmax.api import attention, attention_varlen
-from rowmax.errors import Unsupported
 from rowmax.flash_attn.arguments import (
     length,
     no_mask,
     options,
     our_lse,
     refuse_dropout,
-    refuse_scores_over_pages,
     rows,
     their_lse,
     window,
 )
+from rowmax.flash_attn.live import attend_cache, attend_live, gathered
 from rowmax.serving import attention_paged
 
 
@@ -70,23 +69,35 @@ def _flash_attn_varlen_forward(
     zero_tensors=False,
     num_splits=0,
 ):
-    """`(out, softmax_lse, S_dmask, rng_state)`; packed tensors."""
+    """`(out, softmax_lse, S_dmask, rng_state)`; packed tensors.
+
+    Of each sequence's keys the first `seqused_k` `[B]` count, without `leftpad_k` `[B]` ones at the beginning.
+    """
     q, k, v = rows(q, k, v)
     given = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal, "alibi_slopes": alibi_slopes}
     chosen: dict[str, Any] = options(q, **given, window_size=(window_size_left, window_size_right), softcap=softcap)
-    if leftpad_k is not None:
-        raise Unsupported("rowmax.flash_attn takes leftpad_k in flash_attn_with_kvcache only (there cache_leftpad).")
+    lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
     if block_table is not None:
-        refuse_scores_over_pages(chosen)
-        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
-        hints = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": length(max_seqlen_q)}
-        out, lse = attention_paged(q, k, v, block_table, lengths, return_lse=True, **hints, **chosen)
-    elif seqused_k is not None:
-        raise Unsupported("rowmax.flash_attn takes seqused_k with block_table only.")
+        out, lse = over_pages(q, k, v, cu_seqlens_q, block_table, lengths, length(max_seqlen_q), chosen, leftpad_k)
+    elif seqused_k is not None or leftpad_k is not None:
+        base, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
+        ends = torch.minimum(base + lengths.clamp(min=0), end)
+        starts = base if leftpad_k is None else torch.minimum(base + leftpad_k.clamp(min=0), ends)
+        hints = (length(max_seqlen_q), length(max_seqlen_k))
+        out, lse = attend_live(q, cu_seqlens_q, k, v, starts, ends, end, chosen, hints)
     else:
         hints = {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **hints, **chosen)
     return out, their_lse(lse), no_mask(q), _no_rng(q)
+
+
+def over_pages(q, k_pages, v_pages, cu_seqlens_q, block_table, lengths, max_seqlen_q, chosen, leftpad=None):
+    """`(out, lse)` of packed queries over pages; with ALiBi, a soft-cap or padding on the left over a copy of the pages."""
+    if leftpad is None and "softcap" not in chosen and "alibi_slopes" not in chosen:
+        hints = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        return attention_paged(q, k_pages, v_pages, block_table, lengths, return_lse=True, **hints, **chosen)
+    k, v = gathered(k_pages, block_table), gathered(v_pages, block_table)
+    return attend_cache(q, cu_seqlens_q, k, v, lengths, leftpad, chosen, max_seqlen_q)
 
 
 def _flash_attn_backward(
