@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rowmax import Device, Plan, Problem, Unsupported
+from rowmax import Device, PagedProblem, Plan, Problem, Unsupported
 from rowmax.analysis.predict import VERDICTS, Constants, predict
 
 ROOT = Path(__file__).parents[2]
@@ -115,8 +115,10 @@ def test_flashattention_1_against_2():
 
 
 def test_what_has_no_model_says_so():
-    with pytest.raises(KeyError):
-        predict(Problem.parse("b1 h2 q64 k64 d64 bf16"), Device.named("cpu"))
+    with pytest.raises(KeyError, match="gathered"):
+        predict(PagedProblem.parse("b1 h2 q1 k64 d64 bf16 causal paged16"), Device.named("cpu"))
+    with pytest.raises(KeyError, match="backward"):
+        predict(Problem.parse("b1 h2 q64 k64 d64 bf16"), H200, Plan.parse("hopper[128x128 s2 q1 static]"), direction="backward")
     with pytest.raises(Unsupported):
         predict(Problem.parse("b1 h2 q64 k64 d64 bf16"), Device.named("V100"))
 

@@ -118,10 +118,17 @@ def test_explain_json_keys():
         assert set(found["against"]) == (set() if found["predicted_ms"] is None else {"kv_outer", "dense[64x64 w4 s1]"})
         for entry in [*found["against"].values(), *found["advice"], *found["what_if"], *found["launches"]]:
             assert all(f"`{key}`" in documented for key in entry)
-        assert (found["predicted_ms"] is None) == bool(found["no_model"]) == (gpu in ("V100", "cpu"))
+        assert (found["predicted_ms"] is None) == bool(found["no_model"]) == (gpu == "V100")
 
 
 def test_explain_says_what_holds_a_decode_back():
+    pages = invoke("explain", "b4 h32/8 q1 k8192 d128 bf16 causal paged16", "--gpu", "H200").stdout
+    assert "held back by HBM" in pages
+    assert "backward: nothing runs it here" in pages
+    on_cpu = invoke("explain", "b1 h8 q2048 k2048 d64 bf16 causal", "--gpu", "cpu").stdout
+    assert "AMD EPYC" in on_cpu
+    assert on_cpu.count("held back by") == 2
+    assert "SM" not in on_cpu.split("forward")[1]
     printed = invoke("explain", "b1 h32/8 q1 k131072 d128 bf16", "--gpu", "H200", "--against", "q_outer,kv_outer").stdout
     assert "held back by HBM" in printed
     assert "one query over 131,072 keys makes 8 blocks for 132 SMs: keys split" in printed
@@ -133,7 +140,11 @@ def test_explain_writes_a_page(tmp_path):
     path = tmp_path / "page.html"
     assert invoke("explain", PROBLEM, "--gpu", "H200", "--html", str(path)).exit_code == 0
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
-    for gpu, where, says in (("cpu", path, "nothing to draw"), ("H200", tmp_path / "no" / "page.html", "cannot be written")):
+    for gpu, where, says in (
+        ("V100", path, "nothing to draw"),
+        ("cpu", path, "--gpu"),
+        ("H200", tmp_path / "no" / "page.html", "cannot be written"),
+    ):
         refused = invoke("explain", PROBLEM, "--gpu", gpu, "--html", str(where))
         assert refused.exit_code == 2
         assert says in refused.stderr

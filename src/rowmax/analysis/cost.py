@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from rowmax.mask import end_key, first_key, visible_pairs
+from rowmax.paged import PagedProblem
 from rowmax.problem import Problem
 
 
@@ -16,6 +17,9 @@ def sequences(problem: Problem) -> list[tuple[int, int]]:
     """`(len_q, len_k)` of each sequence. Packed lengths are data, so that equal ones (up to one token) stand for them."""
     if not problem.packed:
         return [(problem.len_q, problem.len_k)] * problem.batch
+    if isinstance(problem, PagedProblem):  # its keys are those of one sequence
+        cut = [problem.len_q * i // max(problem.batch, 1) for i in range(problem.batch + 1)]
+        return [(end - start, problem.len_k) for start, end in pairwise(cut)]
     cuts = ([total * i // max(problem.batch, 1) for i in range(problem.batch + 1)] for total in (problem.len_q, problem.len_k))
     lengths = ([end - start for start, end in pairwise(cut)] for cut in cuts)
     return list(zip(*lengths, strict=True))

@@ -16,6 +16,7 @@ from rowmax.analysis.cost import keys_seen, sequences
 from rowmax.analysis.occupancy import Block, blocks_at_once
 from rowmax.device import Device, Rates
 from rowmax.mask import Band, end_query, first_query
+from rowmax.paged import PagedProblem
 from rowmax.plan import Plan, hopper, resources, split_kv
 from rowmax.plan.generations import SOFTMAX_TILE, score_columns
 from rowmax.plan.hopper import HopperTile
@@ -56,6 +57,7 @@ class Launch(NamedTuple):
         stages: tiles in flight.
         hbm_bytes, l2_bytes: moved from or to memory; out of the cache into multiprocessors.
         shared_bytes, registers, threads: of a block.
+        backward: it computes gradients.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Launch(NamedTuple):
     shared_bytes: int = 0
     registers: int = 0
     threads: int = 0
+    backward: bool = False
 
     @property
     def blocks(self) -> int:
@@ -238,7 +241,12 @@ def _split_kv(problem: Problem, device: Device, rates: Rates, tile: SplitTile, l
         items.append((number, -(-seen // tile.block_n)))
     all_turns = sum(number * turns for number, turns in items)
     tasks: list[tuple[int, int, int]] = []
-    if tile.together:
+    if tile.fixed:
+        for number, turns in items:  # parts of so many tiles, a program each or one after another
+            count, each = (-(-turns // tile.parts), min(turns, tile.parts)) if tile.fixed == "c" else (1, turns)
+            tasks.append((number * count, each, 1))
+        parts = sum(count for count, _, _ in tasks)
+    elif tile.together:
         share = max(-(-all_turns // tile.parts), split_kv.least_turns(tile.block_n))
         parts = -(-all_turns // max(share, 1))
         tasks.append((parts, share, 1))
@@ -248,16 +256,32 @@ def _split_kv(problem: Problem, device: Device, rates: Rates, tile: SplitTile, l
             tasks.append((number * -(-turns // max(each, 1)), each, 1))
         parts = sum(count for count, _, _ in tasks)
     own, head = _streams(problem, lengths)
-    partial = parts * tile.block_m * (problem.dim_v + 1) * 4.0 if parts > sum(number for number, _ in items) else 0.0
-    kv = all_turns * tile.block_n * _seen_width(problem)
+    row_tiles = max(sum(number for number, _ in items), 1)
+    partial = parts * tile.block_m * (problem.dim_v + 1) * 4.0 if parts > row_tiles else 0.0
+    width = _cache_width(problem)
+    head *= width / _seen_width(problem)
+    kv = all_turns * tile.block_n * width
     turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
+    if isinstance(problem, PagedProblem):  # where a page is, is read before the page
+        turn = turn._replace(waited_bytes=4.0 * -(-tile.block_n // problem.page_size))
     decode = Launch(
         "decode", tuple(tasks), turn, at_once, own + head * len(lengths) * problem.heads_k + partial, kv + partial, tile.stages,
         shared_bytes=shared, registers=registers, threads=block.threads,
     )  # fmt: skip
     if not partial:
         return [decode]
-    return [decode, Launch("combine", ((1, 1, 0),), Turn(0, 0, 0, 0), 1, 0.0, partial)]
+    # The parts of a row are joined one after another, each read when it is its turn.
+    joined = Turn(0.0, tile.block_m, 2.0 * tile.block_m * dim_v, 0.0)
+    tasks = [(row_tiles, -(-parts // row_tiles), 0)]
+    return [decode, Launch("combine", tuple(tasks), joined, rates.threads // 128, 0.0, partial, threads=128, registers=64)]
+
+
+def _cache_width(problem: Problem) -> int:
+    """Bytes of a key and its value; in latent attention (576 and 512) values are the first columns of keys."""
+    paged = isinstance(problem, PagedProblem)
+    element = 1 if isinstance(problem, PagedProblem) and problem.eight_bits else _element(problem)
+    shared = paged and (problem.dim_qk, problem.dim_v) == (576, 512)
+    return (problem.dim_qk + (0 if shared else problem.dim_v)) * element
 
 
 def _kv_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths: Lengths) -> list[Launch]:

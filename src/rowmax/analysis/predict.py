@@ -20,10 +20,12 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from rowmax.analysis import launches_backward, predict_cpu
+from rowmax.analysis.cost import sequences
 from rowmax.analysis.launches import Launch, Lengths, launches
 from rowmax.analysis.occupancy import balanced, makespan
 from rowmax.device import EXPONENTIALS, Device, Rates
-from rowmax.plan import Plan
+from rowmax.plan import Direction, Plan
 from rowmax.plan import plan as choose
 from rowmax.problem import Problem
 
@@ -46,6 +48,11 @@ class Constants(NamedTuple):
     mask_ops: float = 4.0  # operations of a masked score, besides
     sync: float = 350.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
     hopper: float = 1.03  # turns of the Hopper kernel, of the units' own time
+    backward_other: float = 0.43  # as `other_share`, of a backward
+    backward_sync: float = 1120.0  # as `sync`: P and dS change places on their way to products
+    backward_hopper: float = 1.36  # as `hopper`
+    backward_edge: float = 10800.0  # as `edge`: two tiles are loaded and two stored
+    backward_hopper_edge: float = 9100.0  # of a block of the Hopper kernels, which are not persistent
     edge: float = 3100.0  # before and behind the loop of a block
     hopper_edge: float = 1500.0  # between two row tiles
     begin: float = 2400.0  # of a persistent block
@@ -69,7 +76,7 @@ class Prediction:
     launches: the kernels and their counts.
     waves: blocks over the blocks that all multiprocessors hold at once, of the kernel with the most work.
     busy: share of the multiprocessors' time in which they have a block.
-    source: "measured" or "data sheet": where the rates are from.
+    source: "measured" or "data sheet": where the rates are from; on a CPU "another CPU".
     tasks, slots: of that kernel: (how many, seconds) in order, and how many run at once.
     """
 
@@ -91,14 +98,16 @@ def predict(
     device: Device,
     plan: "Plan | str | None" = None,
     *,
+    direction: Direction = "forward",
     lengths: Optional[Lengths] = None,
     constants: Constants = Constants(),  # noqa: B008  a NamedTuple
     rates: Optional[Rates] = None,
 ) -> Prediction:
-    """The forward of `problem` on `device`.
+    """One direction of `problem` on `device`; a backward is all three gradients.
 
     Args:
-        plan: a plan, its spelling, or None for the one that would run.
+        plan: a plan, its spelling, or None for the one that would run. As `rowmax.plan` takes it: a spelling begins with the
+            tile of the forward; a `Plan` is of the direction.
         lengths: (queries, keys) of each sequence of a packed problem; default: equal ones.
         rates: of the device; default those of the table.
 
@@ -106,11 +115,20 @@ def predict(
         Unsupported: the plan cannot run the problem there.
         KeyError: there is no model of the device or the algorithm.
     """
-    chosen = plan if isinstance(plan, Plan) and plan.tiles else choose(problem, device, prefer=str(plan or ""))
+    if isinstance(plan, Plan) and plan.tiles:
+        chosen = plan
+    else:
+        chosen = choose(problem, device, direction=direction, prefer=str(plan or ""))
+    known = list(lengths) if lengths is not None else sequences(problem)
+    if device.kind == "cpu":
+        return _on_cpu(problem, device, chosen, direction, known)
     rates = rates or Rates.of(device)
     if problem.dtype == torch.float32:  # IEEE products run on the fp32 lanes
         rates = replace(rates, tensor_flops=2 * rates.lanes)
-    kernels = launches(problem, device, rates, chosen, lengths)
+    if direction == "forward":
+        kernels = launches(problem, device, rates, chosen, known)
+    else:
+        kernels = launches_backward.launches(problem, device, rates, chosen, known)
     model = _Model(device, rates, constants)
     seconds = model.seconds(kernels)
     gaps = {verdict: max(seconds - model.seconds(kernels, verdict), 0.0) for verdict in VERDICTS}
@@ -132,6 +150,17 @@ def predict(
         tuple((count, cost / clock) for count, cost in tasks),
         device.sms * at_once,
     )
+
+
+def _on_cpu(problem: Problem, device: Device, plan: Plan, direction: Direction, lengths: Lengths) -> Prediction:
+    """Nothing overlaps, so that every part is a gap of its own."""
+    terms, kernels = predict_cpu.terms(problem, device, plan, direction, lengths)
+    seconds = sum(terms.values())
+    gaps = dict.fromkeys(VERDICTS, 0.0)
+    gaps |= {"tensor": terms["tensor"], "non-matmul": terms["non_matmul"], "launch": terms["launch"]}
+    verdict = max(gaps, key=lambda verdict: gaps[verdict]) if seconds else "launch"
+    tasks = ((1, seconds),)
+    return Prediction(plan, seconds, terms, gaps, verdict, kernels, 1.0, 1.0, predict_cpu.SOURCE, tasks, 1)
 
 
 class _Model:
@@ -166,7 +195,11 @@ class _Model:
         if without != "parallelism":
             at_once = min(at_once, max(ceil(launch.blocks / self._sms), 1))
         turn, masked = self._turn(launch, at_once, without)
-        edge = c.hopper_edge if launch.persistent else c.edge / (1.0 if at_once == 1 else 1.5)
+        edge = c.backward_edge if launch.backward else c.edge
+        if launch.persistent:
+            edge = c.backward_hopper_edge if launch.backward else c.hopper_edge
+        elif at_once > 1:
+            edge /= 1.5
         if without == "launch":
             edge = 0.0
         # A block of k at once takes k times as long as it would have the multiprocessor for itself.
@@ -191,7 +224,8 @@ class _Model:
         tensor = 0.0 if without == "tensor" else turn.tensor_flops / rates.tensor_flops
         if without == "non-matmul":
             return tensor, 0.0, 0.0
-        other = turn.exps / EXPONENTIALS + self._c.other_share * turn.score_ops / rates.lanes
+        share = self._c.backward_other if launch.backward else self._c.other_share
+        other = turn.exps / EXPONENTIALS + share * turn.score_ops / rates.lanes
         return tensor, other, turn.rescale_ops / rates.lanes
 
     def _turn(self, launch: Launch, at_once: int, without: str = "") -> tuple[float, float]:
@@ -201,8 +235,8 @@ class _Model:
         masked = 0.0 if without == "non-matmul" else c.mask_ops * launch.turn.score_ops / 4.0 / self._rates.lanes
         pipes = (tensor**2 + (other + rescale / 2) ** 2) ** 0.5
         if launch.persistent:
-            return pipes * c.hopper, masked
-        wait = c.sync if (tensor or other) and without != "non-matmul" else 0.0
+            return pipes * (c.backward_hopper if launch.backward else c.hopper), masked
+        wait = (c.backward_sync if launch.backward else c.sync) if (tensor or other) and without != "non-matmul" else 0.0
         if launch.turn.waited_bytes and without != "HBM":
             wait += c.latency + launch.turn.waited_bytes / c.l2_bytes
         if launch.turn.shared_bytes and without != "non-matmul":

@@ -1,4 +1,4 @@
-"""What `rowmax explain` says of a forward, as plain values: prediction, verdict, advice and what-ifs. Called by
+"""What `rowmax explain` says of a call, as plain values: prediction, verdict, advice and what-ifs. Called by
 `cli/explain.py` and `rowmax.explain`; runs nothing.
 
     advice    other plans for the same problem, and what the plan already does, each with the time that the model gives it
@@ -19,6 +19,7 @@ from rowmax.analysis.predict import Prediction, predict
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.mask import Band
+from rowmax.paged import PagedProblem
 from rowmax.plan import Direction, Plan
 from rowmax.plan import plan as choose
 from rowmax.plan.candidates import candidates
@@ -30,6 +31,7 @@ TILE_WORTH, MOST_TILES = 1.15, 16
 OTHERS = ("split_kv", "hopper", "q_outer")
 
 
+PREDICTED = ("predicted_ms", "terms", "gaps", "verdict", "waves", "busy", "launches")  # of each direction
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
@@ -43,6 +45,9 @@ def explain(
 ) -> dict:
     """Everything `rowmax explain` says, as plain values; the schema of `--json` (`docs/explain.md`)."""
     left, right = problem.band
+    said = facts(problem, device, plan=plan, against=against, lengths=lengths)
+    directions = {direction: _explain(problem, device, direction, plan, lengths) for direction in DIRECTIONS}
+    directions["forward"] |= {key: said[key] for key in PREDICTED}
     return {
         "problem": str(problem),
         "fields": {
@@ -58,16 +63,20 @@ def explain(
             "right": right,
             "scale": problem.scale,
             "packed": problem.packed,
+            "page_size": problem.page_size if isinstance(problem, PagedProblem) else None,
         },
         "device": {"name": device.name, "kind": device.kind, "capability": list(device.capability)},
         "visible_pairs": pairs_of(problem),
         "assumes": "sequences of equal length" if problem.packed else None,
-        "directions": {direction: _explain(problem, device, direction, plan) for direction in DIRECTIONS},
-        **facts(problem, device, plan=plan, against=against, lengths=lengths),
+        "directions": directions,
+        **said,
     }
 
 
-def _explain(problem: Problem, device: Device, direction, prefer: str = "") -> dict:
+def _explain(
+    problem: Problem, device: Device, direction: Direction, prefer: str = "", lengths: Optional[Lengths] = None
+) -> dict:
+    """The plan of one direction; and of a backward what is predicted, of which a forward has more (`facts`)."""
     chosen: Optional[Plan] = None
     try:
         chosen = choose(problem, device, direction=direction, prefer=prefer)
@@ -84,7 +93,17 @@ def _explain(problem: Problem, device: Device, direction, prefer: str = "") -> d
         "flops": flops,
         "fewest_bytes": size,
         "flops_per_byte": flops / size if size else None,
+        **dict.fromkeys(PREDICTED),
+        **(_backward(problem, device, prefer, lengths) if chosen and direction == "backward" else {}),
     }
+
+
+def _backward(problem: Problem, device: Device, prefer: str, lengths: Optional[Lengths]) -> dict[str, Any]:
+    try:
+        said = _of(predict(problem, device, prefer, direction="backward", lengths=lengths))
+    except (KeyError, Unsupported):
+        return {}
+    return {key: said[key] for key in PREDICTED}
 
 
 def facts(
@@ -106,7 +125,7 @@ def facts(
     except Unsupported as error:
         return {**found, "no_model": str(error).split("\n")[0]}
     except KeyError:
-        return {**found, "no_model": f"no model of {found['plan']} on {device.name}: kernels on NVIDIA GPUs have one"}
+        return {**found, "no_model": f"no model of {found['plan']} on {device.name}"}
     found.update(_of(prediction))
     found["advice"] = advice(problem, device, prediction, lengths)
     found["what_if"] = what_ifs(problem, device, prediction)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rowmax import Device, Problem
+from rowmax import Device, PagedProblem, Problem
 from rowmax.analysis.report import explain
 from rowmax.errors import ProblemError
 
@@ -27,13 +27,12 @@ def run(
     html: Optional[Path] = None,
 ) -> None:
     """Print the facts about the problem spelled by `text`."""
-    problem, device = Problem.parse(text), find_device(gpu)
+    problem, device = parsed(text), find_device(gpu)
     facts = explain(problem, device, plan=plan, against=against)
     if measure:
         facts["measured_ms"] = measured_ms(problem, device, facts["plan"])
     if html is not None:
-        if facts["predicted_ms"] is None:
-            raise ProblemError(f"--html: there is nothing to draw: {facts['no_model']}")
+        _drawable("--html", device, facts)
         from rowmax.analysis.page import page
 
         try:
@@ -46,12 +45,26 @@ def run(
         _show(facts, Console(highlight=False, soft_wrap=True, width=max(Console().width, 160)))
 
 
+def parsed(text: str) -> Problem:
+    """A problem, dense, packed or over pages: the word paged16 makes it one of `attention_paged`."""
+    return (PagedProblem if "paged" in text else Problem).parse(text)
+
+
+def _drawable(option: str, device: Device, facts: dict) -> None:
+    if facts["predicted_ms"] is None:
+        raise ProblemError(f"{option}: there is nothing to draw: {facts['no_model']}")
+    if device.kind != "cuda":
+        raise ProblemError(f"{option}: what is drawn are the multiprocessors of a GPU; name one with --gpu, such as H200.")
+
+
 def measured_ms(problem: Problem, device: Device, plan: Optional[str]) -> float:
     """The median of one call on this machine; its last result is checked.
 
     Raises:
         ProblemError: the plan is for another device than the one here, or its result is wrong.
     """
+    if isinstance(problem, PagedProblem):
+        raise ProblemError("--measure: calls over pages are timed by benchmarks/decode.py; leave the option out.")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     here = Device.of(torch.device(kind))
     if (here.kind, here.capability, here.sms if kind == "cuda" else 0) != (
@@ -94,14 +107,28 @@ def _show(facts: dict, console: Console) -> None:
         console.print(f"  {work}")
         if direction == "forward":
             _show_prediction(facts, console)
+        elif found["predicted_ms"] is not None:
+            _show_backward(found, console)
 
 
+BASES = {
+    "measured": "constants fitted to an H200",
+    "data sheet": "an H200's constants on this chip's data sheet",
+    "another CPU": "rates of two cores of an AMD EPYC, scaled by the number of threads",
+}
 GAPS = {
     "HBM": "memory: HBM and the L2 cache",
     "parallelism": "blocks: idle or half-filled multiprocessors",
     "non-matmul": "softmax, scaling and waiting between products",
     "tensor": "tensor cores",
     "launch": "launches, and the begin and end of tiles",
+}
+
+
+CPU_GAPS = {
+    "non-matmul": "softmax and masks",
+    "tensor": "matrix products",
+    "launch": "operators started for each tile",
 }
 
 
@@ -112,12 +139,13 @@ def _show_prediction(facts: dict, console: Console) -> None:
             console.print(f"  measured {_ms(facts['measured_ms'])}")
         return
     flops = facts["directions"]["forward"]["flops"]
-    rate = f", {flops / facts['predicted_ms'] / 1e9:,.0f} TFLOP/s" if facts["predicted_ms"] else ""
+    rate = _rate(flops, facts["predicted_ms"])
     console.print(f"  predicted [bold]{_ms(facts['predicted_ms'])}[/]{rate}; held back by [bold]{facts['verdict']}[/]")
     if facts["measured_ms"] is not None:
         off = facts["predicted_ms"] / facts["measured_ms"] - 1
         console.print(f"  measured {_ms(facts['measured_ms'])}: the prediction is {off:+.0%} off")
-    for launch in facts["launches"]:
+    on_gpu = facts["device"]["kind"] == "cuda"
+    for launch in facts["launches"] if on_gpu else ():
         if launch["turns"]:
             size = f", {launch['shared_bytes'] / 1024:.0f} KB shared, about {launch['registers']} registers" * bool(
                 launch["threads"]
@@ -125,12 +153,14 @@ def _show_prediction(facts: dict, console: Console) -> None:
             where = f"{launch['blocks']:,} tasks of {launch['turns'] / max(launch['blocks'], 1):,.4g} turns"
             console.print(f"  {launch['kernel']}: {where}, {launch['blocks_at_once']} blocks an SM{size}")
     shares = f"{facts['waves']:.2f} waves, multiprocessors busy {facts['busy']:.0%}"
-    console.print(f"  {shares}; {_si(sum(one['hbm_bytes'] for one in facts['launches']))}B from HBM")
+    if on_gpu:
+        console.print(f"  {shares}; {_si(sum(one['hbm_bytes'] for one in facts['launches']))}B from HBM")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("  what it waits for", "would save", "of the time"):
         table.add_column(title, no_wrap=True)
     for name, gap in sorted(facts["gaps"].items(), key=lambda pair: -pair[1]):
-        table.add_row(f"  {name}: {GAPS[name]}", _ms(gap), f"{gap / facts['predicted_ms']:.0%}")
+        if gap or on_gpu:
+            table.add_row(f"  {name}: {(GAPS if on_gpu else CPU_GAPS)[name]}", _ms(gap), f"{gap / facts['predicted_ms']:.0%}")
     console.print(table)
     for one in facts["advice"]:
         head = "in the plan" if one["taken"] else "try"
@@ -147,8 +177,26 @@ def _show_prediction(facts: dict, console: Console) -> None:
     for one in facts["what_if"]:
         gain = "" if one["gain"] is None else f", {one['gain']:.2f}x the pairs a second"
         console.print(f"  with {escape(one['what'])}: {_ms(one['predicted_ms'])}, {one['times']:.2f}x the time{gain}")
-    basis = "constants fitted to an H200" if facts["rates"] == "measured" else "an H200's constants on this chip's data sheet"
+    basis = BASES[facts["rates"]]
     console.print(f"  [dim]a model: {basis}; `--measure` checks it here[/]")
+
+
+def _rate(flops: float, ms: float) -> str:
+    """TFLOP/s, of which a CPU has less than one."""
+    tera = flops / ms / 1e9 if ms else 0.0
+    return "" if not ms else f", {tera:,.0f} TFLOP/s" if tera >= 10 else f", {tera:.2g} TFLOP/s"
+
+
+def _show_backward(found: dict, console: Console) -> None:
+    rate = _rate(found["flops"], found["predicted_ms"])
+    shares = sorted(found["gaps"].items(), key=lambda pair: -pair[1])
+    gaps = ", ".join(f"{name} {gap / found['predicted_ms']:.0%}" for name, gap in shares if gap)
+    said = f"predicted [bold]{_ms(found['predicted_ms'])}[/]{rate}; held back by [bold]{found['verdict']}[/]"
+    console.print(f"  {said} (would save: {gaps})")
+    kernels = ", ".join(f"{one['kernel']}: {one['blocks']:,} tasks" for one in found["launches"] if one["threads"])
+    moved = sum(one["hbm_bytes"] for one in found["launches"])
+    if moved:
+        console.print(f"  {kernels}; {_si(moved)}B from HBM")
 
 
 def _ms(ms: float) -> str:
