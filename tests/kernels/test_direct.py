@@ -182,7 +182,7 @@ def launched_backward(fake, text: str) -> dict:
         counts.append(fake.launches - launches)
     (again, _likes), *_ = list(hopper_backward._kept.values())[before:]
     calls = calls_of(problem, operands, tile, *given)
-    everything = (*operands[:5], *given, *calls[0].tensors[hopper_backward.MADE])
+    everything = (*operands[:5], *given, *hopper_backward.handed_on(calls))
     differences, direct = [], []
     for (launcher, mine), call in zip(again.arguments(*everything), calls, strict=True):
         direct.append(launcher.is_direct)

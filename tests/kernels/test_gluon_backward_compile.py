@@ -33,7 +33,7 @@ BUILDS = {
     "128": [
         *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
         *[("d96/64 bf16 causal", ""), ("d64/128 bf16 packed", ""), ("d128 bf16 causal scale=-0.1", "")],
-        ("d128 bf16 packed", "64x128 s3 backward g8"),
+        *[("d128 bf16 packed", "64x128 s3 backward g8"), ("d128 bf16 causal packed", "64x128 s2 backward p2")],
     ],
 }
 # With 128 queries: addresses that are the same in every turn, of which a turn loads three. Without them it was slower: what
@@ -81,14 +81,14 @@ def read(call) -> dict:
 def main(*builds: str) -> None:
     import torch
 
-    from rowmax import Problem
+    from rowmax import Device, Problem
     from rowmax.kernels.backward_launch import hopper_backward_calls
     from rowmax.plan.hopper_backward import HopperBackwardTile, shared_bytes, tiles
     from rowmax.problem import Operands
 
     for text, tile_text in zip(builds[::2], builds[1::2], strict=True):
         problem = Problem.parse(text)
-        tile = HopperBackwardTile.parse(tile_text) if tile_text else tiles(problem)[0]
+        tile = HopperBackwardTile.parse(tile_text) if tile_text else tiles(problem, Device.named("H200"))[0]
         out_shape, lse_shape = problem.outputs()
         lead = (problem.len_k,) if problem.packed else (problem.batch, problem.len_k)
         q = torch.empty(*out_shape[:-1], problem.dim_qk, dtype=problem.dtype)

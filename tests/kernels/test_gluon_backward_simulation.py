@@ -48,6 +48,10 @@ CASES = [
     ("b3 h4/2 q300 k300 d64 fp16 packed window(9,7)", WIDE),
     ("b4 h2 q500 k200 d64 bf16 packed causal", WIDE),
     ("b6 h3 q200 k300 d40/24 fp16 packed causal", WIDE),
+    ("b2 h4/2 q200 k129 d64 bf16 causal", f"{WIDE} p2"),
+    ("b1 h4/1 q70 k200 d128 fp16", f"{PLAIN} p4"),
+    ("b1 h6/1 q130 k140 d40/72 fp16 causal", f"{TOGETHER} p2"),
+    ("b5 h4/2 q330 k330 d64 bf16 packed causal", f"{WIDE} p2"),
 ]
 
 
@@ -117,10 +121,17 @@ def test_values_that_nobody_sees_have_no_effect(text, value):
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-@pytest.mark.parametrize("text", ["b2 h4/2 q130 k200 d64 fp16 causal", "b4 h2 q300 k300 d64 fp16 packed window(9,3)"])
-def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where, text):
+@pytest.mark.parametrize(
+    ("text", "tile"),
+    [
+        ("b2 h4/2 q130 k200 d64 fp16 causal", WIDE),
+        ("b4 h2 q300 k300 d64 fp16 packed window(9,3)", WIDE),
+        ("b2 h4/2 q130 k200 d64 fp16 causal", f"{WIDE} p2"),
+    ],
+)
+def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where, text, tile):
     """As in the portable kernels. Tiles of rows and keys that do not see it hold it as well: these are computed once more."""
-    dq_dk_dv, suspect, expected = non_finite(where, text)
+    dq_dk_dv, suspect, expected = non_finite(where, text, tile)
     for mine, theirs in zip(dq_dk_dv, expected, strict=True):
         assert torch.equal(mine.isfinite(), theirs.isfinite())
         assert float((mine - theirs)[theirs.isfinite()].abs().max()) < 0.1
@@ -129,7 +140,7 @@ def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where,
         assert bool((suspect == 0).any())
 
 
-def non_finite(where, text, **options):
+def non_finite(where, text, tile=WIDE, **options):
     from rowmax import Device, plan
     from rowmax.kernels import launch
 
@@ -142,7 +153,7 @@ def non_finite(where, text, **options):
     out, lse = testing.attend(problem, operands)
     portable = plan(problem, Device.named("H200"), direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
     expected = launch.backward(problem, operands, out, lse, d_out, d_lse, (True, True, True), portable)
-    tile = HopperBackwardTile.parse(WIDE)
+    tile = HopperBackwardTile.parse(tile)
     *grads, suspect = simulate_backward.backward(problem, operands, tile, out, lse, d_out, d_lse, **options)
     return grads, suspect, expected
 
@@ -164,6 +175,7 @@ CAUSAL, CAUSAL_64 = "b1 h1 q200 k200 d128 bf16 causal", "b1 h1 q200 k200 d64 bf1
 LONG, LONG_64 = "b1 h1 q400 k100 d128 bf16", "b1 h1 q400 k100 d64 bf16"
 GROUPED, PACKED = "b1 h4/2 q130 k130 d64 bf16", "b4 h2 q300 k300 d64 bf16 packed causal"
 WINDOW = "b1 h1 q200 k200 d64 bf16 window(20,9)"
+GROUPED_64, GROUPED_PACKED = "b2 h4/2 q70 k70 d64 bf16", "b2 h4/2 q150 k150 d64 bf16 packed"
 GROUPED_128, BATCHES, RAGGED = "b1 h4/2 q130 k130 d128 bf16", "b2 h3 q70 k70 d64 bf16", "b1 h1 q300 k70 d64 bf16"
 
 FREE_Q = "        release(q_ring, turn, BUILD.STAGES)\n"
@@ -253,7 +265,7 @@ MUTANTS = {
         PLAIN,
     ),
     "lines of a packed sequence where its rows are": (only("line_begin(begin_q, sequence) - begin_q", "0"), PACKED, WIDE),
-    "dK without the scale": (only("(dk * (scale_log2 * 0.6931471805599453)).to", "dk.to"), CAUSAL, PLAIN),
+    "dK without the scale": (only("    dk *= scale_log2 * 0.6931471805599453\n", ""), CAUSAL, PLAIN),
     "delta of another buffer": (only("delta = delta_buffers.index(i)", "delta = delta_buffers.index(0)"), LONG, PLAIN),
     "LSE of another buffer": (only("lse = lse_buffers.index(i)", "lse = lse_buffers.index(0)"), LONG, PLAIN),
     # what is hidden
@@ -276,9 +288,19 @@ MUTANTS = {
     "one key less": (only("(eights >= first", "(eights > first"), CAUSAL_64, WIDE, "probe"),
     "rows of the tensor as rows of the sequence": (only("row - _note(notes, BEGIN_Q), col", "row, col"), PACKED, WIDE),
     # where it lies
+    "K of another head in parts": (
+        only(
+            "b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
+            "b, first_key + c * KEYS, head % BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
+        ),
+        GROUPED_64,
+        f"{WIDE} p2",
+    ),
+    "parts in one place": (only("(b * heads + head).to(", "(b * heads + head // 2 * 2).to("), GROUPED_64, f"{WIDE} p2"),
+    "parts as long as a sequence": (only("* _note(notes, TOTAL_K) +", "* len_k +"), GROUPED_PACKED, f"{WIDE} p2"),
     "K of another head": (
         only(
-            "b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
+            "b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
             "b, first_key + c * KEYS, 0, c, BUILD.CONSUMERS, 0, 1, 0)\n        for",
         ),
         BATCHES,
@@ -355,7 +377,8 @@ def test_a_mutant_fails(name):
     assert fails(replacements, problem, testing.operands(problem, *kind), tile), f"mutant '{name}' lives"
 
 
-FLAG, FLAG_PACKED = "flag = (b * heads + head) * gl.cdiv(len_k, KEYS) + col // KEYS", "begin_k // KEYS + sequence + col // KEYS"
+FLAG = "flag = (b * heads + head) // BUILD.PARTS * gl.cdiv(len_k, KEYS) + col // KEYS"
+FLAG_PACKED = "begin_k // KEYS + sequence + col // KEYS"
 MARKS = {
     "NaN not noticed": only("bad = total != total", "bad = total > total"),
     "mark of another head": only(FLAG, FLAG.replace("+ head)", "+ head * 0)")),

@@ -65,14 +65,14 @@ def overlaps(listing: str) -> bool:
 def main(*texts: str) -> None:
     import torch
 
-    from rowmax import Problem
+    from rowmax import Device, Problem
     from rowmax.kernels.backward_wide_launch import wide_backward_calls
     from rowmax.plan.hopper_wide import shared_bytes, tiles
     from rowmax.problem import Operands
 
     for text in texts:
         problem = Problem.parse(text)
-        tile = tiles(problem)[0]
+        tile = tiles(problem, Device.named("H200"))[0]
         out_shape, lse_shape = problem.outputs()
         lead = (problem.len_k,) if problem.packed else (problem.batch, problem.len_k)
         q = torch.empty(*out_shape[:-1], problem.dim_qk, dtype=problem.dtype)

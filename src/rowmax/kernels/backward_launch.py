@@ -21,6 +21,7 @@ from rowmax.problem import Operands, Problem
 
 ROWS = 64  # of a program before and behind
 MADE = slice(4, 8)  # of the tensors of the first launch: what it hands on to the others
+PARTS = slice(5, 7)  # of the tensors of the last launch: dK and dV of parts of a group, or None
 
 
 def hopper_backward_calls(
@@ -35,7 +36,10 @@ def hopper_backward_calls(
     dk,
     dv,
 ) -> tuple[Call, Call, Call]:
-    """Rows first, then the gradients, then dQ in its own type. Takes memory: dQ in fp32, and two numbers for a row."""
+    """Rows first, then the gradients, then dQ in its own type. Takes memory: dQ in fp32, and two numbers for a row.
+
+    A tile of several parts takes dK and dV of each part in fp32 as well.
+    """
     from rowmax.kernels.gluon.backward import Build, backward_kernel
     from rowmax.kernels.gluon.backward_edges import finish_kernel
 
@@ -44,8 +48,12 @@ def hopper_backward_calls(
         raise ValueError(why_not)
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     block_d, block_dv = padded_dims(problem)
-    lines = problem.heads_q * (1 if problem.packed else problem.batch)
-    sums = q.new_empty((lines, problem.len_q, problem.dim_qk), dtype=torch.float32)
+    batch = 1 if problem.packed else problem.batch
+    sums = q.new_empty((problem.heads_q * batch, problem.len_q, problem.dim_qk), dtype=torch.float32)
+    parts: tuple = (None, None)
+    if tile.parts > 1:
+        lines = problem.heads_k * batch * tile.parts
+        parts = tuple(q.new_empty((lines, *t.shape[-3::2]), dtype=torch.float32) for t in (k, v))
     key_tiles = _row_tiles(problem, problem.len_k, KEYS)
     flags = _programs(problem, key_tiles, problem.heads_k)
     prepare = prepare_call(problem, operands, out, lse, grad_out, grad_lse, sums, flags)
@@ -60,25 +68,27 @@ def hopper_backward_calls(
     )
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
     build = Build(
-        *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, tile.block_m, block_d, block_dv, tile.stages),
-        *(tile.block_n // KEYS, *tile.registers()),
+        *(problem.packed, problem.group // tile.parts, tile.parts, problem.dim_qk, problem.dim_v),
+        *(tile.block_m, block_d, block_dv, tile.stages, tile.block_n // KEYS, *tile.registers()),
     )
     numbers = (
         *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles),
         *(_heads_together(problem, tile), problem.len_q, problem.len_k, build),
     )
-    tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, cu_seqlens_q, cu_seqlens_k)
-    backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
+    pointers = (dk, dv) if problem.packed and tile.parts == 1 else parts
+    tensors = (*sources, *pointers, suspect, cu_seqlens_q, cu_seqlens_k)
+    backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k * tile.parts), tensors, numbers, tile)
 
     row_tiles, programs = _row_programs(problem)
-    tensors = (q, k, v, grad_out, sums, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
+    flags_each = GUARDED_FLAGS if tile.parts == 1 else 1
+    tensors = (q, k, v, grad_out, sums, *parts, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
     numbers = (
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
         *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, row_tiles, key_tiles, programs, flags),
         *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),
-        *(_padded(problem.dim_qk), _padded(problem.dim_v), ROWS, KEYS, GUARDED_FLAGS),
+        *(_padded(problem.dim_qk), _padded(problem.dim_v), ROWS, KEYS, flags_each, tile.parts),
     )
-    finish = Call(finish_kernel, programs + -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(ROWS, 1, 4, 1))
+    finish = Call(finish_kernel, programs + -(-flags // flags_each), tensors, numbers, Tile(ROWS, 1, 4, 1))
     return prepare, backward, finish
 
 
@@ -126,10 +136,13 @@ def _sum_descriptor(sums: torch.Tensor) -> Any:
 
 
 def _heads_together(problem: Problem, tile: HopperBackwardTile) -> int:
-    """KV heads whose groups' Q, dO and dQ take `group_mb` of L2 together; at least one."""
+    """KV heads, or parts, that take `group_mb` of L2 together for Q, dO and dQ of one query head of each; at least one.
+
+    The key tiles of a KV head walk over the heads of its group at about the same time.
+    """
     rows = problem.len_q
     if problem.packed:
         rows = problem.max_len_q or -(-problem.len_q // max(problem.batch, 1))
-    head_bytes = max(rows, 1) * (6 * problem.dim_qk + 2 * problem.dim_v) * problem.group
+    head_bytes = max(rows, 1) * (6 * problem.dim_qk + 2 * problem.dim_v)
     heads = max((tile.group_mb << 20) // head_bytes, 1)
-    return min(heads, problem.heads_k * (1 if problem.packed else problem.batch))
+    return min(heads, problem.heads_k * tile.parts * (1 if problem.packed else problem.batch))

@@ -66,7 +66,7 @@ def _keys(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, 
         *(_descriptor(dk, KEYS, block_d), _descriptor(dv, KEYS, block_dv)),
     )
     tiles = _row_tiles(problem, problem.len_k, KEYS)
-    members = _together(problem, tile, problem.len_q, problem.max_len_q, problem.group, problem.heads_k)
+    members = _together(problem, tile, problem.len_q, problem.max_len_q, problem.heads_k)
     build = Build(
         *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, tile.stages, *tile.registers())
     )
@@ -89,7 +89,7 @@ def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_ou
     )
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     heads = problem.heads_q
-    members = _together(problem, tile, problem.len_k, problem.max_len_k, 1, heads // problem.group) * problem.group
+    members = _together(problem, tile, problem.len_k, problem.max_len_k, heads // problem.group) * problem.group
     build = Build(
         *(problem.packed, problem.group, problem.dim_qk, block_d, block_dv, tile.stages, value_stages(problem, tile)),
         *tile.registers(),
@@ -102,10 +102,10 @@ def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_ou
     return Call(query_kernel, _programs(problem, tiles, heads), tensors, numbers, tile)
 
 
-def _together(problem: Problem, tile: HopperWideTile, length: int, longest: Optional[int], group: int, heads: int) -> int:
-    """KV heads whose Q and dO, or K and V, take `group_mb` of L2 together; at least one."""
+def _together(problem: Problem, tile: HopperWideTile, length: int, longest: Optional[int], heads: int) -> int:
+    """KV heads that take `group_mb` of L2 together for Q and dO of one query head of each, or for K and V; at least one."""
     rows = length
     if problem.packed:
         rows = longest or -(-length // max(problem.batch, 1))
-    head_bytes = max(rows, 1) * 2 * (problem.dim_qk + problem.dim_v) * group
+    head_bytes = max(rows, 1) * 2 * (problem.dim_qk + problem.dim_v)
     return min(max((tile.group_mb << 20) // head_bytes, 1), heads * (1 if problem.packed else problem.batch))

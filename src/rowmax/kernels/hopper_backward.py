@@ -6,7 +6,7 @@ import torch
 
 from rowmax.kernels import launch
 from rowmax.kernels.again import Again, form
-from rowmax.kernels.backward_launch import MADE, hopper_backward_calls
+from rowmax.kernels.backward_launch import MADE, PARTS, hopper_backward_calls
 from rowmax.kernels.backward_wide_launch import wide_backward_calls
 from rowmax.plan.hopper_wide import HopperWideTile
 from rowmax.plan.tile import Tile
@@ -46,14 +46,19 @@ def run(
         return
     if len(_kept) >= launch.MAX_BUILDS:
         _kept.clear()
-    made = calls[0].tensors[MADE]
+    made = handed_on(calls)
     likes = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in made]
     _kept[key] = Again(calls, builds, (*given, *made)), likes
 
 
+def handed_on(calls: tuple) -> tuple[Optional[torch.Tensor], ...]:
+    """Memory that one launch writes and another reads. Four launches are those of `backward_wide_launch.py`, without parts."""
+    return *calls[0].tensors[MADE], *(calls[-1].tensors[PARTS] if len(calls) == 3 else ())
+
+
 def _made(likes: list, q: torch.Tensor, packed: bool) -> list:
-    """LSE and delta of each row, sums of dQ where there are some, and marks; between packed rows are numbers nobody writes."""
-    lse_log2, _delta, sums, suspect = likes
+    """LSE and delta of each row, not all of which is written when rows are packed; then what there is of sums, marks, parts."""
+    lse_log2, _delta, *others = likes
     lines = (q.new_zeros if packed else q.new_empty)((2, *lse_log2[0]), dtype=lse_log2[1])
-    more = [None if like is None else q.new_empty(like[0], dtype=like[1]) for like in (sums, suspect)]
+    more = [None if like is None else q.new_empty(like[0], dtype=like[1]) for like in others]
     return [lines[0], lines[1], *more]

@@ -31,7 +31,8 @@ _SPELLING = re.compile(
     r"([0-9]{1,4})x([0-9]{1,4})(?: +s([0-9]{1,2}))?(?: +q([0-9]{1,2}))?"
     rf"( +pingpong)?( +lazy)?(?: +({'|'.join(SCHEDULES)}))?(?: +g([0-9]{{1,4}}))?"
 )
-BACKWARD_TILES = {hopper_backward.MARK: HopperBackwardTile, hopper_wide.MARK: HopperWideTile}  # a word of theirs -> kind
+# A word of theirs -> the kind.
+BACKWARD_TILES: dict[str, Any] = {hopper_backward.MARK: HopperBackwardTile, hopper_wide.MARK: HopperWideTile}
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
 
@@ -176,7 +177,7 @@ def _shared_bytes(problem: Problem, tile: HopperTile, columns: int) -> int:
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
     if direction == "backward":
-        tile, why = backward_of(problem).tiles(problem)
+        tile, why = backward_of(problem).tiles(problem, device)
         return (tile,), why
     first, second, block_dv = padded_dims(problem)
     size = max(first + second, block_dv)

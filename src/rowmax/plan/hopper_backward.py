@@ -1,11 +1,13 @@
 """The tiles of the backward for NVIDIA Hopper in Gluon (`kernels/gluon/backward.py`), and what it takes."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Optional
 
+from rowmax.device import Device
 from rowmax.errors import ProblemError
+from rowmax.mask import Band
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -13,8 +15,11 @@ KEYS = 64  # of a consumer
 SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 1024  # bytes, and more than are needed
 LARGEST = 128  # head dimension: dK and dV of 64 keys stay in the registers of a consumer
+_EVEN, _UNEVEN = 0.9, 1.75  # blocks for each SM below which the query heads of a KV head get blocks of their own
 MARK = "backward"  # tells its tiles from those of the forward
-_SPELLING = re.compile(rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?")
+_SPELLING = re.compile(
+    rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?(?: +p([0-9]{{1,4}}))?"
+)
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,11 @@ class HopperBackwardTile(Tile):
     Attributes:
         stages: Q and dO tiles in flight.
         group_mb: heads are computed in groups whose Q, dO and dQ take this much of the L2 cache; 0: one after another.
+        parts: into which the query heads of a KV head are divided, each with blocks of its own; dK and dV are added up in fp32.
     """
 
     group_mb: int = 0
+    parts: int = 1
 
     def registers(self) -> tuple[int, int]:
         """Of a thread of a consumer and of the producer, whose warp counts as four; together at most 65,536 in a block."""
@@ -34,7 +41,7 @@ class HopperBackwardTile(Tile):
 
     def __str__(self) -> str:
         words = [f"{self.block_m}x{self.block_n}", f"s{self.stages}", MARK, *[f"g{self.group_mb}"] * (self.group_mb > 0)]
-        return " ".join(words)
+        return " ".join([*words, *[f"p{self.parts}"] * (self.parts > 1)])
 
     @classmethod
     def parse(cls, text: str) -> "HopperBackwardTile":
@@ -42,8 +49,8 @@ class HopperBackwardTile(Tile):
         match = _SPELLING.fullmatch(text.strip())
         if match is None:
             raise ProblemError(f"'{text}' is no tile of the Hopper backward; an example: '64x128 s2 backward g16'")
-        block_m, block_n, stages, group_mb = match.groups()
-        return cls(int(block_m), int(block_n), 4, int(stages or 2), group_mb=int(group_mb or 0))
+        block_m, block_n, stages, group_mb, parts = match.groups()
+        return cls(int(block_m), int(block_n), 4, int(stages or 2), group_mb=int(group_mb or 0), parts=int(parts or 1))
 
 
 # Largest padded head dimension -> the tile, and TFLOP/s at 16k tokens, full / causal (benchmarks/results/h200-2026-11-30.json).
@@ -80,6 +87,8 @@ def misfit(problem: Problem, tile: HopperBackwardTile) -> Optional[str]:
         return f"for head dimensions padded to {block_d} a tile is {queries}x{2 * KEYS}"
     if not (2 <= tile.stages <= 8 and 0 <= tile.group_mb <= 1024):
         return "stages are 2 to 8, groups at most 1024 MB"
+    if tile.parts < 1 or problem.group % tile.parts:
+        return f"a group of {problem.group} query heads does not divide into {tile.parts} parts"
     needs = shared_bytes(problem, tile)
     return f"needs {needs:,} bytes of shared memory; a block may take {SHARED_BYTES:,}" if needs > SHARED_BYTES else None
 
@@ -101,7 +110,13 @@ def refuses(problem: Problem) -> Optional[str]:
     return None
 
 
-def tiles(problem: Problem) -> tuple[HopperBackwardTile, str]:
+def tiles(problem: Problem, device: Device) -> tuple[HopperBackwardTile, str]:
     size = padded_dims(problem)[0]
     text, reached = _TABLE[size]
-    return HopperBackwardTile.parse(text), f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal"
+    tile, parts = HopperBackwardTile.parse(text), 1
+    blocks = -(-problem.len_k // tile.block_n) * problem.heads_k * (1 if problem.packed else problem.batch)
+    # Blocks of one length need one for each SM. Of different lengths, about two, so that the long ones do not end alone.
+    least = device.sms * (_EVEN if problem.band == Band(None, None) and not problem.packed else _UNEVEN)
+    while blocks * parts < least and parts < problem.group:
+        parts = next(more for more in range(parts + 1, problem.group + 1) if problem.group % more == 0)
+    return replace(tile, parts=parts), f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal"

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Optional
 
+from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
@@ -86,7 +87,7 @@ def refuses(problem: Problem) -> Optional[str]:
     return None
 
 
-def tiles(problem: Problem) -> tuple[HopperWideTile, str]:
+def tiles(problem: Problem, device: Device) -> tuple[HopperWideTile, str]:
     return HopperWideTile.parse("128x64 s2 wide g16"), "d256 at 16k tokens on an H200: 485 / 474 TFLOP/s full / causal"
 
 

@@ -66,8 +66,8 @@ SIDE = gl.constexpr(64)  # rows and columns of dQ that are added at once
 NOWHERE = gl.constexpr(0x40000000)  # a row past the end of every tensor
 SHARES = gl.constexpr(2)  # turns whose dS are in shared memory
 # What is not needed in every turn: in shared memory instead of registers.
-COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q, SHIFT = map(gl.constexpr, range(9))
-NOTES = gl.constexpr(9)
+COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q, SHIFT, TOTAL_K = map(gl.constexpr, range(10))
+NOTES = gl.constexpr(10)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Build:
     """What is fixed when the kernel is compiled.
 
     Attributes:
-        GROUP: query heads of a KV head.
+        GROUP: query heads of a KV head, or of a part of its group.
+        PARTS: of a group, each with blocks of its own, which leave dK and dV in fp32 to be added up.
         DIM, DIM_V: head dimensions; BLOCK_D, BLOCK_DV: in shared memory, zero-filled.
         BLOCK_M: queries of a tile.
         STAGES: Q and dO tiles in flight.
@@ -85,6 +86,7 @@ class Build:
 
     PACKED: bool
     GROUP: int
+    PARTS: int
     DIM: int
     DIM_V: int
     BLOCK_M: int
@@ -195,12 +197,12 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
     delta_parts = (delta_buffers, delta_source)
     if turns > 0:
         for c in gl.static_range(BUILD.CONSUMERS):
-            fill(k_ring, k_parts, b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)
+            fill(k_ring, k_parts, b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)
         for turn in range(turns):
             fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
             if turn == 0:
                 for c in gl.static_range(BUILD.CONSUMERS):
-                    fill(v_ring, v_parts, b, first_key + c * KEYS, head, c, BUILD.CONSUMERS, 0, 1, 0)
+                    fill(v_ring, v_parts, b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)
             fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
             row, line = following(row, line, ranges, BUILD)
 
@@ -339,10 +341,16 @@ def _consumer(
     len_k = _note(notes, LEN_K)
     col = _note(notes, COL) + CONSUMER * KEYS
     _mark(dk, col, len_k, suspect_ptr + _note(notes, FLAG) + CONSUMER)
-    dk_part = (k_buffers.index(CONSUMER), dk_source, dk_ptr)
-    dv_part = (v_buffers.index(CONSUMER), dv_source, dv_ptr)
-    _store((dk * (scale_log2 * 0.6931471805599453)).to(dtype), dk_part, b, begin_k, col, head, heads, len_k, BUILD.DIM, BUILD)
-    _store(dv.to(dtype), dv_part, b, begin_k, col, head, heads, len_k, BUILD.DIM_V, BUILD)
+    dk *= scale_log2 * 0.6931471805599453
+    if BUILD.PARTS > 1:
+        first = (b * heads + head).to(gl.int64) * _note(notes, TOTAL_K) + begin_k + col
+        _store_rows(dk_ptr, dk, first, 1, col, len_k, BUILD.DIM)
+        _store_rows(dv_ptr, dv, first, 1, col, len_k, BUILD.DIM_V)
+    else:
+        dk_part = (k_buffers.index(CONSUMER), dk_source, dk_ptr)
+        dv_part = (v_buffers.index(CONSUMER), dv_source, dv_ptr)
+        _store(dk.to(dtype), dk_part, b, begin_k, col, head, heads, len_k, BUILD.DIM, BUILD)
+        _store(dv.to(dtype), dv_part, b, begin_k, col, head, heads, len_k, BUILD.DIM_V, BUILD)
     store_wait(0)
 
 
@@ -366,15 +374,21 @@ def _mark(dk, col, len_k, flag_ptr):
 
 
 @gluon.jit
+def _store_rows(pointer, x, first, step, col, length, DIM: gl.constexpr):
+    """The keys from `col` to before `length`, at rows `first`, `first + step`, ... of DIM numbers."""
+    cols = gl.arange(0, KEYS, layout=row_layout(x.type.layout))
+    dims = gl.arange(0, x.shape[1], layout=column_layout(x.type.layout))
+    starts = (first + cols * step) * DIM
+    keep = gl.expand_dims(col + cols < length, 1) & (gl.expand_dims(dims, 0) < DIM)
+    gl.store(pointer + gl.expand_dims(starts, 1) + gl.expand_dims(dims, 0), x, mask=keep)
+
+
+@gluon.jit
 def _store(x, part, b, begin, col, head, heads, length, DIM: gl.constexpr, BUILD: gl.constexpr):
     """64 rows by TMA, which clips at the end of a dense tensor; at the end of a packed sequence by pointers."""
     buffer, source, pointer = part
     if BUILD.PACKED and col + KEYS > length:
-        cols = gl.arange(0, KEYS, layout=row_layout(x.type.layout))
-        dims = gl.arange(0, x.shape[1], layout=column_layout(x.type.layout))
-        starts = ((begin + col + cols).to(gl.int64) * heads + head) * DIM
-        keep = gl.expand_dims(col + cols < length, 1) & (gl.expand_dims(dims, 0) < DIM)
-        gl.store(pointer + gl.expand_dims(starts, 1) + gl.expand_dims(dims, 0), x, mask=keep)
+        _store_rows(pointer, x, (begin + col).to(gl.int64) * heads + head, heads, col, length, DIM)
     else:
         buffer.reshape([KEYS, x.shape[1]]).store(x)
         fence_async_shared()
@@ -387,13 +401,13 @@ def backward_kernel(
     lse_source, delta_source,  # fp32 [B * H, length] or [H, length]: the LSE in base 2, and delta; see `address.line_begin`
     dq_source,  # fp32 [B * H, len_q, DIM] or [H, len_q, DIM], 0 before: dQ / scale
     dk_source, dv_source,  # as k and v
-    dk_ptr, dv_ptr,  # packed: [T, H, D]; None: dense
+    dk_ptr, dv_ptr,  # packed: [T, H, D]; with PARTS: fp32 [B * H * PARTS, T, D], H outside T; None: dense
     suspect_ptr,  # int32, one for every 64 keys, numbered as by `address.locate`, all 0: becomes 1 where a key is suspect
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     scale_log2, band, batch, heads, tiles, members, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
-    """A key tile. `heads`: of K. `tiles`: of a head. `members`: heads of a group (`locate`)."""
+    """A key tile. `heads`: of K; below, parts count as heads. `tiles`: of a head. `members`: heads together (`locate`)."""
     dtype: gl.constexpr = q_source.dtype
     BLOCK_M: gl.constexpr = BUILD.BLOCK_M
     q_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BLOCK_M, 1, BUILD.BLOCK_D], q_source.layout)
@@ -412,19 +426,21 @@ def backward_kernel(
     v_ring = open_ring(BUILD.CONSUMERS, 1)
     share_ring = open_shares(SHARES, BUILD.CONSUMERS, 1)
     # None inside a tuple does not reach the warps: what is not used is some pointer instead.
-    if not BUILD.PACKED:
+    if not BUILD.PACKED and BUILD.PARTS == 1:
         dk_ptr = suspect_ptr
         dv_ptr = suspect_ptr
+    if not BUILD.PACKED:
         cu_seqlens_q = suspect_ptr
         cu_seqlens_k = suspect_ptr
     fence_async_shared()
+    heads *= BUILD.PARTS
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     col, head, b, sequence, begin_k, own_k, begin_q, own_q = locate(gl.program_id(0), work, BUILD)
     line = (b * heads + head) * BUILD.GROUP
     if BUILD.PACKED:
-        flag = head * (len_k // KEYS + batch) + begin_k // KEYS + sequence + col // KEYS
+        flag = head // BUILD.PARTS * (len_k // KEYS + batch) + begin_k // KEYS + sequence + col // KEYS
     else:
-        flag = (b * heads + head) * gl.cdiv(len_k, KEYS) + col // KEYS
+        flag = (b * heads + head) // BUILD.PARTS * gl.cdiv(len_k, KEYS) + col // KEYS
     ranges = ranges_of(col, begin_q, own_q, own_k, band, BUILD)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], slot_layout())
     zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
@@ -436,6 +452,7 @@ def backward_kernel(
     notes.index(LEN_K).store(zero + own_k)
     notes.index(BEGIN_Q).store(zero + begin_q)
     notes.index(LEN_Q).store(zero + own_q)
+    notes.index(TOTAL_K).store(zero + len_k)
     if BUILD.PACKED:
         notes.index(SHIFT).store(zero + line_begin(begin_q, sequence) - begin_q)
     else:

@@ -1,7 +1,8 @@
 """What runs before and behind `backward.py`, in plain Triton: facts of rows and cleared sums, then dQ in its own type.
 
 `prepare_kernel` also clears the sums of dQ and the marks, so that one launch does all that. `finish_kernel` rounds the sums and
-computes once more, as the portable kernels do, rows of dQ with a NaN and the 64 keys of each mark: normally none.
+computes once more, as the portable kernels do, rows of dQ with a NaN and the 64 keys of each mark: normally none. Where blocks
+had parts of a group of query heads, it adds up their dK and dV.
 """
 
 import triton
@@ -63,15 +64,16 @@ def prepare_kernel(
 @triton.jit
 def finish_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, sum_ptr,  # sum: fp32 [B, H, T, DIM] or [H, T, DIM], contiguous
+    dk_parts_ptr, dv_parts_ptr,  # as sum, with PARTS times the heads of K; None: dK and dV are ready
     dq_ptr, dk_ptr, dv_ptr,  # results: dq whole, the others where a mark is
     lse_ptr, delta_ptr, suspect_ptr,  # of `prepare_kernel` and `backward_kernel`
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     q_strides, k_strides, v_strides, do_strides, dq_strides, dk_strides, dv_strides,  # (batch, row, head)
     scale, band, batch, heads, tiles, key_tiles, programs, flags, len_q, len_k, line_length,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FLAGS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FLAGS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The first `programs` have ROWS rows of dQ each, the others FLAGS marks, each of KEYS keys."""
+    """The first `programs` have ROWS rows of dQ each, the others FLAGS marks of KEYS keys each; with PARTS, a key tile."""
     pid = tl.program_id(0)
     if pid < programs:
         row, head, b, begin_q, own_q, begin_k, own_k = locate(
@@ -97,6 +99,12 @@ def finish_kernel(
         first = (pid - programs) * FLAGS
         numbers = first + tl.arange(0, FLAGS)
         marks = tl.load(suspect_ptr + numbers, mask=numbers < flags, other=0)
+        if dk_parts_ptr is not None:
+            _add_parts(
+                first, dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, cu_seqlens_k, dk_strides, dv_strides, batch, heads // GROUP,
+                key_tiles, len_k, DIM, DIM_V, BLOCK_D, BLOCK_DV, KEYS, PARTS,
+            )  # fmt: skip
+            tl.debug_barrier()
         if tl.max(marks, 0) > 0:
             for number in range(first, tl.minimum(first + FLAGS, flags)):
                 if tl.max(tl.where(numbers == number, marks, 0), 0) > 0:
@@ -108,6 +116,35 @@ def finish_kernel(
 
 
 @triton.jit
+def _keys_of(number, cu_seqlens_k, cu_seqlens_q, batch, heads, key_tiles, len_k, len_q, KEYS: tl.constexpr):
+    """As `locate`, of the key tile with this number: the marks are in ascending order."""
+    pid = number - number % key_tiles + (key_tiles - 1 - number % key_tiles)
+    return locate(pid, cu_seqlens_k, cu_seqlens_q, batch, heads, key_tiles, len_k, len_q, KEYS)
+
+
+@triton.jit
+def _add_parts(
+    number, dk_parts_ptr, dv_parts_ptr, dk_ptr, dv_ptr, cu_seqlens_k, dk_strides, dv_strides, batch, heads, key_tiles, len_k,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a key tile: the sum over the parts of its head's group, in order."""
+    col, head, b, begin, own_k, _begin, _own = _keys_of(
+        number, cu_seqlens_k, cu_seqlens_k, batch, heads, key_tiles, len_k, len_k, KEYS
+    )
+    if col < own_k:
+        b = tl.cast(b, tl.int32)
+        dk = tl.zeros([KEYS, BLOCK_D], tl.float32)
+        dv = tl.zeros([KEYS, BLOCK_DV], tl.float32)
+        for part in range(PARTS):
+            first = ((b.to(tl.int64) * heads + head) * PARTS + part) * len_k + begin
+            dk += load_tile(dk_parts_ptr + first * DIM, col, DIM, own_k, DIM, KEYS, BLOCK_D, True)
+            dv += load_tile(dv_parts_ptr + first * DIM_V, col, DIM_V, own_k, DIM_V, KEYS, BLOCK_DV, True)
+        store_tile(head_base(dk_ptr, dk_strides, b, begin, head), dk, col, dk_strides[1], own_k, DIM, KEYS, BLOCK_D)
+        store_tile(head_base(dv_ptr, dv_strides, b, begin, head), dv, col, dv_strides[1], own_k, DIM_V, KEYS, BLOCK_DV)
+
+
+@triton.jit
 def _store_guarded_keys(
     number, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads, key_tiles, len_q, len_k,
@@ -116,14 +153,13 @@ def _store_guarded_keys(
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the keys of one mark, with `guarded_dot`."""
-    pid = number - number % key_tiles + (key_tiles - 1 - number % key_tiles)
-    col, kv_head, b, begin_k, own_k, begin_q, own_q = locate(
-        pid, cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, key_tiles, len_k, len_q, KEYS
+    col, kv_head, b, begin_k, own_k, begin_q, own_q = _keys_of(
+        number, cu_seqlens_k, cu_seqlens_q, batch, heads // GROUP, key_tiles, len_k, len_q, KEYS
     )
     b = tl.cast(b, tl.int32)
     first_head = kv_head * GROUP
     line = (b.to(tl.int64) * heads + first_head) * line_length
-    own = line + _place(pid, begin_q, cu_seqlens_k, batch, key_tiles, KEYS)
+    own = line + _place(key_tiles - 1 - number % key_tiles, begin_q, cu_seqlens_k, batch, key_tiles, KEYS)
     k_base = head_base(k_ptr, k_strides, b, begin_k, kv_head)
     v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
     q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
