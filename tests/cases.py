@@ -126,6 +126,24 @@ def _cases() -> list[Case]:
         add("scores", f"b16 h8/2 q8000 k8000 d64 bf16 packed causal {words}", large=True)
     add("scores", "b1 h8/2 q8192 k8192 d128 bf16 causal softcap=30.0 sink", large=True)
 
+    for dtype in ("fp16", "bf16", "fp32", "fp64"):
+        add("masks", f"b2 h2/1 q20 k33 d16 {dtype} causal softcap=2.0 alibi(batch) sink bias(bhqk) mask(bqk)", "spiky")
+    for letters in ("hqk", "bqk", "k", "q", "bh", "1"):
+        add("masks", f"b2 h2/1 q33 k20 d16 fp16 bias({letters}) mask({letters})")
+    add("masks", "b1 h2/1 q33 k20 d16 bf16 causal bias(qk,fp32)")
+    add("masks", "b1 h2/1 q20 k20 d32 fp32 window(9,3) bias(bk) scale=-0.3", "normal", "shift(-120)")
+    add("masks", "b1 h2 q20 k40 d64 bf16 causal mask(qk)", "normal", "shift(-120)", "v_onehot", "nan(k)")
+    add("masks", "b1 h2/1 q20 k40 d16 fp16 mask(hqk)", "nan(q)", "nan(k)", "nan(v)", "inf(v)")
+    add("masks", "b1 h2/1 q20 k40 d16 fp16 causal bias(k)", "nan(v)")
+    add("masks", "b2 h2 q5 k0 d16 fp32 bias(q) mask(b) sink")
+    add("masks", "b2 h2 q0 k5 d16 bf16 bias(k) mask(k)")
+    add("masks", "b1 h1 q1 k1 d16 fp16 bias(1) mask(1)")
+    add("masks", "b2 h2/1 q16 k17 d64 fp16 causal bias(bhqk) mask(bk)", "spiky(2)", layout="gaps")
+    for words in ("bias(hqk)", "mask(bqk)", "bias(bk,fp32) mask(qk)"):
+        add("masks", f"b1 h4/2 q600 k600 d64 bf16 causal {words}")
+        add("masks", f"b2 h8/2 q1000 k1024 d128 bf16 causal {words}", "normal", "spiky", large=True)
+        add("masks", f"b2 h8/2 q1000 k1000 d256 fp16 {words}", large=True)
+
     # Enough keys that the CPU path may round scores, where it thinks that nobody can see it.
     for kind in (
         "normal",

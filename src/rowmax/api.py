@@ -7,6 +7,7 @@ import torch
 from rowmax.eager import Prepared, forward_without_gradient
 from rowmax.errors import ProblemError
 from rowmax.ops import FORWARD, in_forward_mode
+from rowmax.ops_masked import FORWARD_MASKED
 from rowmax.ops_scored import FORWARD_SCORED
 from rowmax.plan import Plan
 
@@ -25,6 +26,8 @@ def attention(
     softcap: Optional[float] = None,
     alibi_slopes: Optional[torch.Tensor] = None,
     sink: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    mask: Optional[torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -44,14 +47,18 @@ def attention(
         sink: `[Hq]`, floating point: one more logit in each row's denominator, natural units, without a value, so that weights
             sum to less than 1; -inf is none. Part of the LSE. Gradients flow to it. For partial results that are to be merged
             leave it out, and give it to one of them.
+        bias: `[B, Hq, Tq, Tk]`, any of them 1 to broadcast, any strides; fp32 or the type of q: added to scaled, capped scores
+            in fp32. -inf hides a key, as `mask` does. Gradients flow to it, summed in fp32 over what is broadcast.
+        mask: boolean `[B, Hq, Tq, Tk]`, any of them 1: True where the query sees the key, within the band of `causal` and
+            `window`.
         return_lse: also return the log-sum-exp of the scaled, masked scores.
         deterministic: ask for a bitwise repeatable backward (the forward always is).
         plan: `None`, or an algorithm by name ("q_outer", "tiled", ...), or a `Plan`; see `rowmax.plan`.
 
     Returns:
         out `[B, Tq, Hq, Dv]` in the inputs' dtype; with `return_lse` also lse `[B, Hq, Tq]`, fp32, natural logarithm. A query
-        that sees no key gives 0 and -inf (the sink, if there is one). Gradients flow to q, k, v and the sink through both
-        results, to first order.
+        that sees no key gives 0 and -inf (the sink, if there is one). Gradients flow to q, k, v, the sink and the
+        bias through both results, to first order.
 
     Raises:
         ProblemError: the arguments contradict each other; the message says what arrived, what is required and the fix.
@@ -60,7 +67,9 @@ def attention(
     Method: FlashAttention-2 (Dao 2023, section 3.1), after the online softmax of Milakov and Gimelshein (2018). Soft-cap:
     Gemma 2 (2024, section 2); ALiBi: Press et al. (2022); sinks as in gpt-oss (2025), after Xiao et al. (2023).
     """
-    scores = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
+    scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
+    if bias is not None or mask is not None:
+        scores = (*(scores or (None,) * 3), bias, mask)
     return _call(q, k, v, None, None, None, None, causal, window, scale, return_lse, deterministic, plan, scores)
 
 
@@ -217,16 +226,20 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
     return (out, lse) if return_lse else out
 
 
-def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink):
+def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink, *pairs):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, tensor in (("alibi_slopes", slopes), ("sink", sink)):
         if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ProblemError(f"{name} must be a tensor of floating point numbers, one for each query head; got {kind}.")
     slopes, sink = (None if t is None else t.to(wide) for t in (slopes, sink))
-    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
+    for name, tensor in zip(("bias", "mask"), pairs, strict=False):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} must be a tensor [B|1, H|1, Tq|1, Tk|1] or None; got {type(tensor).__name__}.")
+    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink, *pairs))
     softcap = softcap if type(softcap) is float else 0.0 if softcap is None else _number("softcap", softcap)
-    out, lse = FORWARD_SCORED(return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink, *numbers, softcap)
+    forward = FORWARD_MASKED if pairs else FORWARD_SCORED
+    out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink, *pairs, *numbers, softcap)
     return (out, lse) if return_lse else out
 
 

@@ -4,7 +4,7 @@
 
 A `Problem` is frozen, hashable, validated once and has one spelling, `b2 h32/8 q4096 k4096 d128 bf16 causal`, which is
 the argument at the shell, the test id, the benchmark row and the log line. `Operands` are the tensors of the same call.
-All validation of public calls is in this file.
+All validation of public calls is in this file and, of what bends scores, in `scores`.
 """
 
 import math
@@ -18,6 +18,7 @@ import torch
 
 from rowmax.errors import ProblemError
 from rowmax.mask import Band
+from rowmax.scores import GIVEN_FOR, check_scores, given_for
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -37,6 +38,8 @@ class Operands(NamedTuple):
     cu_seqlens_k: Optional[torch.Tensor] = None
     slopes: Optional[torch.Tensor] = None  # of ALiBi, `[H]` or `[B, H]`, in the LSE's type
     sink: Optional[torch.Tensor] = None  # one logit a query head, `[H]`, in the LSE's type
+    bias: Optional[torch.Tensor] = None  # added to scores, `[B|1, H|1, Q|1, K|1]`, fp32 or q's type
+    mask: Optional[torch.Tensor] = None  # bool of such a shape: False hides a key from a query
 
 
 def aligned(*tensors: Optional[torch.Tensor]) -> bool:
@@ -69,6 +72,9 @@ class Problem:
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         alibi: a bias of `-slope * |i + shift - j|`, with slopes for each "head" or for each head of each "batch"; "" is none.
         sink: every head has one more logit, in the denominator and the LSE, that no value belongs to.
+        bias: what an added bias is given for, letters of "bhqk" (batch, query head, query, key); the others are broadcast. "1"
+            is one number, "" is none; with ",fp32" behind where it is fp32 and q is not.
+        mask: the same of a boolean mask.
     """
 
     batch: int
@@ -88,6 +94,8 @@ class Problem:
     softcap: float = 0.0
     alibi: str = ""
     sink: bool = False
+    bias: str = ""
+    mask: str = ""
 
     max_dim: ClassVar[int] = MAX_DIM
     more_words: ClassVar[tuple] = ()  # of the spelling of a kind of problem, in the form of `_WORDS`
@@ -111,6 +119,11 @@ class Problem:
             )
         if self.alibi not in ALIBI:
             raise ProblemError(f"alibi must be one of {', '.join(map(repr, ALIBI))}; got {self.alibi!r}.")
+        for name, letters in (("bias", self.bias.removesuffix(",fp32")), ("mask", self.mask)):
+            if letters not in GIVEN_FOR:
+                raise ProblemError(f"{name} must be '1' or some of the letters 'bhqk', in this order; got {letters!r}.")
+            if letters and self.packed:
+                raise ProblemError(f"a {name} belongs to dense tensors [B, T, H, D]; got packed ones in '{self}'.")
         if self.dtype not in DTYPE_NAMES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
 
@@ -132,7 +145,12 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Nothing happens to scores but the scale, the band and the softmax."""
-        return not (self.softcap or self.alibi or self.sink)
+        return not (self.softcap or self.alibi or self.sink or self.pairs)
+
+    @property
+    def pairs(self) -> bool:
+        """Something is read for every pair of a query and a key."""
+        return bool(self.bias or self.mask)
 
     @property
     def dtype_name(self) -> str:
@@ -172,6 +190,7 @@ class Problem:
             words.append(ALIBI[self.alibi])
         if self.sink:
             words.append("sink")
+        words += [f"{name}({letters})" for name, letters in (("bias", self.bias), ("mask", self.mask)) if letters]
         if self.deterministic:
             words.append("deterministic")
         return " ".join(words)
@@ -242,9 +261,11 @@ class Problem:
         batch = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         alibi = "" if operands.slopes is None else "head" if operands.slopes.dim() == 1 else "batch"
         numbers = (left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, operands.sink is not None)
-        call = (cls, q.shape, k.shape, v.shape, batch, q.dtype, *numbers)
+        call: tuple = (cls, q.shape, k.shape, v.shape, batch, q.dtype, *numbers)
         if alibi or operands.sink is not None:
-            _check_scores(operands, q.shape[0] if batch is None else batch)
+            check_scores(operands, q.shape[0] if batch is None else batch)
+        if operands.bias is not None or operands.mask is not None:
+            call = (*call, *(given_for(name, operands, batch is not None) for name in ("bias", "mask")))
         try:
             return _describe(*call)  # type: ignore[arg-type]
         except TypeError:  # symbolic sizes cannot be hashed
@@ -252,7 +273,8 @@ class Problem:
 
 
 _EXAMPLE = (
-    "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 softcap=30.0 alibi sink deterministic'"
+    "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 softcap=30.0 alibi sink "
+    "deterministic', if not packed also 'bias(hqk) mask(bk)'"
 )
 _REQUIRED = {"h<heads>": "heads_q", "q<len>": "len_q", "d<dim>": "dim_qk", "<dtype>": "dtype"}
 
@@ -282,14 +304,17 @@ _WORDS = (
     (r"alibi", lambda m: {"alibi": "head"}),
     (r"alibi\(batch\)", lambda m: {"alibi": "batch"}),
     (r"sink", lambda m: {"sink": True}),
+    (r"bias\((1|[bhqk]+)(,fp32)?\)", lambda m: {"bias": m[1] + (m[2] or "")}),
+    (r"mask\((1|[bhqk]+)\)", lambda m: {"mask": m[1]}),
     (r"deterministic", lambda m: {"deterministic": True}),
 )
 
 
 @lru_cache(maxsize=4096)
 def _describe(
-    cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, sink
-) -> Problem:
+    cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, sink,
+    bias="", mask="",
+) -> Problem:  # fmt: skip
     """The part of `describe` that depends on shapes and numbers only, so that repeated calls are a dictionary lookup."""
     packed = batch is not None
     if packed:
@@ -346,6 +371,8 @@ def _describe(
         float(softcap),
         alibi,
         sink,
+        bias,
+        mask,
     )
 
 
@@ -422,27 +449,6 @@ def _check_cu_seqlens(operands: Operands) -> None:
             f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences; got shapes "
             f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}."
         )
-
-
-def _check_scores(operands: Operands, batch) -> None:
-    q, heads = operands.q, operands.q.shape[-2]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, tensor, shapes in (
-        ("alibi_slopes", operands.slopes, ((heads,), (batch, heads))),
-        ("sink", operands.sink, ((heads,),)),
-    ):
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) not in shapes:
-            wanted = "[H] or [B, H]" if len(shapes) > 1 else "[H]"
-            raise ProblemError(
-                f"{name} must have shape {wanted}, here {' or '.join(str(list(shape)) for shape in shapes)}: a number for each "
-                f"query head; got {list(tensor.shape)}."
-            )
-        if tensor.dtype != wide:
-            raise ProblemError(f"{name} must be {wide}, the type of the LSE; got {tensor.dtype}. Convert it with .to({wide}).")
-        if tensor.device != q.device:
-            raise ProblemError(f"{name} is on {tensor.device} and q on {q.device}; move it with .to(q.device).")
 
 
 def _check_cu_values(name: str, cu, tensor) -> None:

@@ -60,10 +60,47 @@ def test_causal_biases_of_torch(bias, causal_of):
     torch.testing.assert_close(rowmax.sdpa(q, k, v, bias(5, 12)), want, rtol=1e-10, atol=1e-12)
 
 
+MASKS = {
+    "a matrix": (SHAPES["more keys"], (5, 12)),
+    "a row of keys": (SHAPES["more keys"], (1, 12)),
+    "padding": (SHAPES["more keys"], (2, 1, 1, 12)),
+    "every head": (SHAPES["fewer keys"], (4, 12, 5)),
+    "everything": (SHAPES["square"], (2, 4, 9, 9)),
+    "heads alone": (SHAPES["heads alone"], (3, 9, 11)),
+    "one head": (SHAPES["one head"], (9, 11)),
+    "five dimensions": (SHAPES["five dimensions"], (2, 1, 4, 9, 16)),
+    "five dimensions, one size": (SHAPES["five dimensions"], (1, 1, 1, 9, 16)),
+    "a batch of one key": (SHAPES["a batch of one key"], (3, 1, 9, 9)),
+}
+
+
+@pytest.mark.parametrize("boolean", [True, False], ids=["bool", "float"])
+@pytest.mark.parametrize(("shapes", "shape"), MASKS.values(), ids=MASKS)
+def test_masks_are_what_torch_takes(shapes, shape, boolean):
+    """Both kinds, with a row that sees nothing in the boolean one; a float one has its gradient."""
+    (shape_q, shape_k, dim_v), generator = shapes, torch.Generator().manual_seed(1)
+    leaves = inputs(shape_q, (*shape_k[:-2], shape[-1], shape_k[-1]), dim_v)
+    mask = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if boolean:
+        mask = mask > -0.5
+        mask[(..., 0, slice(None)) if shape[-2] > 1 else (..., 0)] = False
+    else:
+        leaves.append(mask.requires_grad_())
+    results = []
+    for attend in (rowmax.sdpa, F.scaled_dot_product_attention):
+        out = attend(*leaves[:3], mask)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    for one, other in zip(*results, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
 def test_what_is_refused():
     q = torch.randn(1, 2, 5, 8)
-    with pytest.raises(Unsupported, match="dense masks"):
-        rowmax.sdpa(q, q, q, torch.ones(5, 5, dtype=torch.bool))
+    with pytest.raises(ProblemError, match="not both"):
+        rowmax.sdpa(q, q, q, torch.ones(5, 5, dtype=torch.bool), is_causal=True)
+    with pytest.raises(ProblemError, match=r"must broadcast to \[1, 2, 5, 5\]"):
+        rowmax.sdpa(q, q, q, torch.ones(5, 4, dtype=torch.bool))
     with pytest.raises(Unsupported, match=r"dropout_p=0\.1"):
         rowmax.sdpa(q, q, q, dropout_p=0.1)
     with pytest.raises(ProblemError, match="enable_gqa=True"):

@@ -33,7 +33,9 @@ def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_
     cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
     q, k, v = (torch.empty(shape[problem.packed :], dtype=problem.dtype) for shape in shapes)
     slopes = torch.empty((problem.batch, problem.heads_q)[problem.alibi == "head" :]) if problem.alibi else None
-    pairs = [made_for(problem, letters, dtype) for letters, dtype in ((problem.bias, problem.dtype), (problem.mask, torch.bool))]
+    pairs = [
+        made_for(problem, letters, dtype) for letters, dtype in ((problem.bias, problem.dtype), (problem.mask, torch.bool))
+    ]
     operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None, *pairs)
     out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
     chosen = plan(problem, device, direction=direction, prefer=algorithm)

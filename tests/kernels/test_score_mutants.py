@@ -5,7 +5,7 @@ import os
 import pytest
 from test_mutants import ADDRESS, BACKWARD, CPU_BACKWARD, CPU_FORWARD, FORWARD, LAUNCH, TILE, killed_by, replaced
 
-SCORES = "cpu/scores.py"
+SCORES, SCORED_LAUNCH = "cpu/scores.py", "kernels/scored_launch.py"
 KERNEL_MUTANTS = {
     "soft-cap omitted": (TILE, "        x = x * cap[1]", "        x = s * scale_log2", 1),
     "soft-cap's derivative omitted in dQ": (
@@ -34,11 +34,11 @@ KERNEL_MUTANTS = {
         "m if PRESCALE else m * scale_log2, l, tl.load(sink_ptr)",
         1,
     ),
-    "rows without keys forget the sink": (LAUNCH, "                _rows_of_sinks(lse", "                pass  # (lse", 1),
-    "rows of no sequence have a sink": (LAUNCH, "torch.where(own, sink.unsqueeze(-1), -torch.inf)", "sink.unsqueeze(-1)", 1),
-    "sink's gradient has the wrong sign": (LAUNCH, "return -terms.masked_fill", "return terms.masked_fill", 1),
+    "rows without keys forget the sink": (LAUNCH, "                _scored().rows_of_sinks(lse", "                pass  # (lse", 1),
+    "rows of no sequence have a sink": (SCORED_LAUNCH, "torch.where(own, sink.unsqueeze(-1), -torch.inf)", "sink.unsqueeze(-1)", 1),
+    "sink's gradient has the wrong sign": (SCORED_LAUNCH, "return -terms.masked_fill", "return terms.masked_fill", 1),
     "sink's gradient of the first sequence": (
-        LAUNCH,
+        SCORED_LAUNCH,
         "sum(-1).view(-1, sink.shape[0]).sum(0)",
         "sum(-1).view(-1, sink.shape[0])[0]",
         1,

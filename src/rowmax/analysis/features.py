@@ -28,6 +28,8 @@ FEATURES = {
     "soft-cap": "bf16 causal softcap=30.0",
     "ALiBi, slopes `[H]` or `[B, H]`": "bf16 causal alibi(batch)",
     "sink logits": "bf16 causal sink",
+    "an added bias, with its gradient": "bf16 causal bias(hqk)",
+    "a boolean mask": "bf16 causal mask(bqk)",
     "a paged cache": "bf16 causal paged16",
 }
 BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"

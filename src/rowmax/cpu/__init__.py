@@ -36,15 +36,24 @@ def forward(problem, operands, plan, need_lse):
 
 
 def backward(problem, operands, out, lse, grad_out, grad_lse, needs, plan):
-    """`(dq, dk, dv)`, and with a fourth of `needs` the sink's; one that is not needed is empty and its work is skipped."""
+    """`(dq, dk, dv)`, and with a fourth and a fifth of `needs` the sink's and the bias's; one that is not needed is empty and
+    its work is skipped."""
     if len(needs) > 3:
         wanted = needs[3] and operands.sink is not None
         sink = sink_gradient(problem, operands, out, lse, grad_out, grad_lse) if wanted else lse.new_empty(0)
-        return *backward(problem, operands, out, lse, grad_out, grad_lse, needs[:3], plan), sink
+        given = (out, lse, grad_out, grad_lse)
+        dq, dk, dv, *bias = _of_tiles(problem, operands, *given, (*needs[:3], *needs[4:]), plan)
+        return dq, dk, dv, sink, *bias
+    return _of_tiles(problem, operands, out, lse, grad_out, grad_lse, needs, plan)
+
+
+def _of_tiles(problem, operands, out, lse, grad_out, grad_lse, needs, plan):
+    """`(dq, dk, dv)`, and with a fourth of `needs` the bias's."""
+    like = (*operands[:3], lse if operands.bias is None else operands.bias)
     if not any(needs):
-        return tuple(t.new_empty(0) for t in operands[:3])
+        return tuple(t.new_empty(0) for t in (*operands[:3], *(lse for _ in needs[3:])))
     if problem.heads_q == 0:
-        return tuple(t.new_zeros(t.shape if need else 0) for t, need in zip(operands[:3], needs, strict=True))
+        return tuple(t.new_zeros(t.shape if need else 0) for t, need in zip(like, needs, strict=False))
     # torch's operator takes no gradient of the LSE.
     aten = plan.algorithm == "aten" and grad_lse is None and grad_out is not None
 

@@ -45,10 +45,12 @@ class _Targets(NamedTuple):
 
 
 def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
-    """Row blocks outside, column tiles inside; dk and dv are summed over the row blocks."""
+    """Row blocks outside, column tiles inside; dk and dv are summed over the row blocks. A fourth of `needs` is the bias's."""
+    compute = COMPUTE.get(problem.dtype, problem.dtype)
+    wants_bias = len(needs) > 3 and needs[3]
+    bias_sums = torch.zeros(operands.bias.shape, dtype=compute, device="cpu") if wants_bias else None
     grads = tuple(t.new_zeros(t.shape if need else (0,)) for t, need in zip(operands[:3], needs[:3], strict=True))
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
-    compute = COMPUTE.get(problem.dtype, problem.dtype)
     scratch = Scratch()
     do, o = (scratch(name, out.shape, compute).copy_(t) for name, t in (("dk", grad_out), ("dv", out)))
     delta = do.mul_(o).sum(-1)  # [B, T, H]
@@ -62,17 +64,19 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
         k, v, *dkv = (t.transpose(1, 2) for t in cols)
         targets = _Targets(dq[0] if needs[0] else None, dkv[0] if needs[1] else None, dkv[-1] if needs[2] else None)
         geometry = Geometry(q.shape[3], k.shape[2], problem.band)
-        scores = None if problem.plain else Scores.of(problem, operands, number, q.shape[0], compute)
+        scores = None if problem.plain else Scores.of(problem, operands, number, rows[0], cols[0], compute, bias_sums)
         try_half = problem.dtype == torch.bfloat16 and problem.plain and half_scores.bounded(rows[0], cols[0], problem.scale)
         chunks = Chunks.of(tile, geometry, *q.shape[:3], try_half)
         for part in chunks.parts:
             chunk = _Chunk(problem.scale, geometry, scratch, *(t[part] for t in (q, k, v, do, row_lse, row_delta)))
             if scores is not None:
-                chunk.scores = scores.part(part)
+                chunk.bend_by(scores.part(part))
             if try_half:
                 chunk.try_half_scores(k[part], chunks)
             _backward(chunk, chunks, _Targets(*(None if t is None else t[part] for t in targets)), scratch)
-    return grads
+    if bias_sums is None:
+        return (*grads, *(lse.new_empty(0) for _ in needs[3:]))
+    return (*grads, bias_sums.to(operands.bias.dtype))
 
 
 class _Chunk:
@@ -94,6 +98,11 @@ class _Chunk:
         self.scores: Optional[Scores] = None
         self._half: Optional[half_scores.BackwardWeights] = None
         self._attempts = 0.0
+
+    def bend_by(self, scores: Scores) -> None:
+        self.scores = scores
+        if scores.hides:  # a row that sees nothing has no weights
+            self.lse_log2 = self.lse_log2.masked_fill(self.lse_log2 == -math.inf, math.inf)
 
     def try_half_scores(self, k, chunks: Chunks) -> None:
         """Use rounded scores if they fit. k `[b, Hk, Tk, D]`."""
@@ -123,6 +132,7 @@ class _Chunk:
         else:
             torch.bmm(q_log2, self._wide[:, cols].mT, out=x)
             gain = self.scores.bend(x, block, cols, want_gain=True)
+            self.scores.hide(x, block, cols, exact=False)
             x.sub_(lse_log2)
         block.hide(x, cols, scratch, exact=False)
         p = (x.clamp_(max=unit_log2) if self._huge else x).exp2_()
@@ -144,10 +154,14 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
             p, steep = chunk.weights(block, cols, chunks.width, scratch)
             if dv is not None:
                 _add_product(dv_acc[:, cols], p, do, scratch)
-            if dq is None and dk is None:
+            pairs = chunk.scores if chunk.scores is not None and chunk.scores.bias_gradient is not None else None
+            if dq is None and dk is None and pairs is None:
                 continue
             ds = scratch("ds", p.shape, p.dtype)
-            torch.bmm(block_do_delta, take_columns(chunk.v_minus, cols, scratch).mT, out=ds).mul_(steep)
+            torch.bmm(block_do_delta, take_columns(chunk.v_minus, cols, scratch).mT, out=ds)
+            if pairs is not None:
+                pairs.add_bias_gradient(p, ds, chunk.unit, block, cols)
+            ds.mul_(steep)
             if dk is not None:
                 _add_product(dk_acc[:, cols], ds, q, scratch)
             if dq is not None:

@@ -39,7 +39,7 @@ def tiled(problem, operands, tile, need_lse, exact=False):
     for number, rows, (k, v) in numbered_sequences(problem, operands, for_q):
         # A bias or a sink may be far from the scores, which then need a pivot; and nothing but them may be rounded.
         bounded = problem.plain and half_scores.bounded(rows[0], k, problem.scale)
-        scores = None if problem.plain else Scores.of(problem, operands, number, rows[0].shape[0], lse.dtype)
+        scores = None if problem.plain else Scores.of(problem, operands, number, rows[0], k, lse.dtype)
         q, o, *row_lse = (by_kv_head(t, problem.heads_k) for t in rows)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, bounded, scores)
@@ -100,21 +100,22 @@ def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded, scores=None, 
     s = torch.bmm(q, k[:, cols].mT, out=scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype))
     if scores is not None:
         scores.bend(s, block, cols)
+        scores.hide(s, block, cols, exact)
     block.hide(s, cols, scratch, exact)
-    blind = block.blind_rows(cols)
+    blind = (scores is not None and scores.hides) or block.blind_rows(cols) is not None
     m = None if bounded else s.amax(-1, keepdim=True)
     if m is not None:
-        if blind is not None:
-            m.unflatten(1, (-1, block.rows)).masked_fill_(blind.unsqueeze(-1), 0.0)
         if sink is not None:
             m = torch.maximum(m, sink)
+        if blind:
+            m.masked_fill_(m == -torch.inf, 0.0)
         s.sub_(m)
     p = s.exp2_()
     l = p.sum(-1, keepdim=True)
     if sink is not None:
         l += (sink - m).exp2_()
     lse = l.log2() if m is None else m + l.log2()
-    weight = 1.0 / l if blind is None else 1.0 / torch.where(l == 0, 1.0, l)
+    weight = 1.0 / torch.where(l == 0, 1.0, l) if blind else 1.0 / l
     v = take_columns(v, cols, scratch)
     if v.dtype == p.dtype:
         return torch.bmm(p, v).mul_(weight), lse

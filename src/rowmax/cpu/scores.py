@@ -1,9 +1,11 @@
-"""What happens to scores between the product and the softmax, on the CPU: soft-cap, ALiBi, and the logit of the sink.
+"""What happens to scores between the product and the softmax, on the CPU: soft-cap, ALiBi, a bias, a mask, the sink's logit.
 
-    x_ij = c tanh(s_ij / c) - slope |i + shift - j|,    l_i = sum_j exp(x_ij) + exp(sink)
+    x_ij = c tanh(s_ij / c) - slope |i + shift - j| + bias_ij,    l_i = sum_j exp(x_ij) + exp(sink)
 
 Scores are in units of log2 (x times log2(e)), rows of a group folded: `[n, G * rows, cols]`. The sink is a key whose value is
-0: it belongs to the first column tile of a row block, and its gradient is -sum_i exp(sink - lse_i) delta_i.
+0: it belongs to the first column tile of a row block, and its gradient is -sum_i exp(sink - lse_i) delta_i. The bias's is dS
+without the soft-cap's factor. What is given for pairs of queries and keys is kept as `[B, Hk, G, Tq, Tk]`, 1 where it is
+broadcast, from the first row and column that see or are seen.
 """
 
 from typing import NamedTuple, Optional
@@ -13,6 +15,8 @@ import torch
 from rowmax.cpu.blocks import RowBlock
 from rowmax.numerics import LOG2E
 
+LARGEST = 3e38  # of a bias, in units of log2
+
 
 class Scores(NamedTuple):
     """Of some heads, all in the type that scores are computed in; what is None, or 0, a problem has not.
@@ -20,27 +24,47 @@ class Scores(NamedTuple):
     Attributes:
         softcap: c, natural units.
         slopes_log2, sink_log2: `[n, G]`, n KV heads of all sequences.
+        bias, mask: `[b, Hk, G, Tq, Tk]`, natural units; True is visible.
+        bias_gradient: where it is summed, as `bias`.
     """
 
     softcap: float
     slopes_log2: Optional[torch.Tensor]
     sink_log2: Optional[torch.Tensor]
+    bias: Optional[torch.Tensor] = None
+    mask: Optional[torch.Tensor] = None
+    bias_gradient: Optional[torch.Tensor] = None
+    sizes: tuple[int, ...] = ()  # b, Hk, G
 
     @classmethod
-    def of(cls, problem, operands, sequence: int, batch: int, compute: torch.dtype) -> "Scores":
-        """For `batch` sequences from `sequence` on."""
+    def of(cls, problem, operands, sequence: int, rows, cols, compute: torch.dtype, bias_gradient=None) -> "Scores":
+        """For sequences from `sequence` on, q `rows` and k `cols` `[B, T, H, D]` from the first row and column that count."""
+        batch = rows.shape[0]
         per_head = []
         for t in (operands.slopes, operands.sink):
             if t is not None:
                 t = t[sequence : sequence + batch] if t.dim() == 2 else t.expand(batch, -1)
                 t = (t.to(compute) * LOG2E).reshape(batch, problem.heads_k, problem.group)
             per_head.append(t)
-        return cls(problem.softcap, *per_head)
+        first = (slice(problem.len_q - rows.shape[1], None), slice(problem.len_k - cols.shape[1], None))
+        bias, mask, gradient = (
+            None if t is None else _cut(by_group(problem, t), *_ALL, *first)
+            for t in (operands.bias, operands.mask, bias_gradient)
+        )
+        slopes, sink = per_head
+        return cls(problem.softcap, slopes, sink, bias, mask, gradient, (batch, problem.heads_k, problem.group))
+
+    @property
+    def hides(self) -> bool:
+        """May rows see nothing, wherever they are?"""
+        return self.bias is not None or self.mask is not None
 
     def part(self, cut) -> "Scores":
         """Those of the sequences and KV heads of `cut`, folded."""
-        slopes, sink = (None if t is None else t[cut].flatten(0, 1) for t in self[1:])
-        return Scores(self.softcap, slopes, sink)
+        slopes, sink = (None if t is None else t[cut].flatten(0, 1) for t in self[1:3])
+        bias, mask, gradient = (None if t is None else _cut(t, *cut) for t in (self.bias, self.mask, self.bias_gradient))
+        sizes = [len(range(*one.indices(size))) for one, size in zip(cut, self.sizes, strict=False)]
+        return Scores(self.softcap, slopes, sink, bias, mask, gradient, (*sizes, self.sizes[2]))
 
     def bend(self, s: torch.Tensor, block: RowBlock, cols: slice, want_gain: bool = False) -> Optional[torch.Tensor]:
         """Bend the scores of a tile in place; the soft-cap's derivative, if wanted and there is a cap."""
@@ -55,13 +79,52 @@ class Scores(NamedTuple):
             i = torch.arange(block.row, block.row + block.rows, device="cpu").unsqueeze(1) + block.geometry.shift
             distance = (i - torch.arange(cols.start, cols.stop, device="cpu")).abs_().to(s.dtype)
             s.unflatten(1, (-1, block.rows)).sub_(self.slopes_log2[..., None, None] * distance)
+        if self.bias is not None:
+            bias = _of_tile(self.bias, block, cols).to(s.dtype)
+            # The lowest number of a type is a number, and stays one: a row of nothing else is a row of ties.
+            self._pairs(s).add_((bias * LOG2E).clamp_(-LARGEST, LARGEST).masked_fill_(bias == -torch.inf, -torch.inf))
         return gain
+
+    def hide(self, s: torch.Tensor, block: RowBlock, cols: slice, exact: bool) -> None:
+        """-inf where the mask is False, in place; `exact`: also where the bias is -inf, whatever was there."""
+        if self.mask is not None:
+            self._pairs(s).masked_fill_(~_of_tile(self.mask, block, cols), -torch.inf)
+        if self.bias is not None and exact:
+            self._pairs(s).masked_fill_(_of_tile(self.bias, block, cols) == -torch.inf, -torch.inf)
+
+    def add_bias_gradient(self, p: torch.Tensor, dp: torch.Tensor, unit: float, block: RowBlock, cols: slice) -> None:
+        """Of a tile with weights p times `unit`, and dP - delta in `dp`."""
+        target = _of_tile(self.bias_gradient, block, cols)
+        ds = self._pairs((dp.to(target.dtype) * p.to(target.dtype)).div_(unit))
+        over = [dim for dim in range(5) if target.shape[dim] == 1 and ds.shape[dim] != 1]
+        target.add_(ds.sum(over, keepdim=True) if over else ds)
+
+    def _pairs(self, s: torch.Tensor) -> torch.Tensor:
+        """`[n, G * rows, cols]` -> `[b, Hk, G, rows, cols]`, a view."""
+        return s.view(*self.sizes, -1, s.shape[-1])
 
     def sink_rows(self, block: RowBlock) -> Optional[torch.Tensor]:
         """`[n, G * rows, 1]`."""
         if self.sink_log2 is None:
             return None
         return self.sink_log2[..., None].expand(-1, -1, block.rows).flatten(1).unsqueeze(-1)
+
+
+_ALL = (slice(None),) * 3
+
+
+def by_group(problem, t: torch.Tensor) -> torch.Tensor:
+    """`[B, H, Tq, Tk]` -> `[B, Hk, G, Tq, Tk]`, a view; 1 stays 1."""
+    return t.unsqueeze(2) if t.shape[1] == 1 else t.unflatten(1, (problem.heads_k, problem.group))
+
+
+def _cut(t: torch.Tensor, *cuts: slice) -> torch.Tensor:
+    """Slices of the first dimensions, but for those that are broadcast."""
+    return t[tuple(slice(None) if size == 1 else cut for size, cut in zip(t.shape, cuts, strict=False))]
+
+
+def _of_tile(t, block: RowBlock, cols: slice) -> torch.Tensor:
+    return _cut(t, *_ALL, slice(block.row, block.row + block.rows), cols)
 
 
 def start_lse(problem, operands, lse: torch.Tensor) -> None:

@@ -32,7 +32,9 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     Args:
         query: `[..., H, Tq, D]`; key: `[..., Hk, Tk, D]`; value: `[..., Hk, Tk, Dv]`, at least `[T, D]`. Leading dimensions
             of 1 are broadcast.
-        attn_mask: None, or a `torch.nn.attention.bias.CausalBias`; anything else is `Unsupported`.
+        attn_mask: `[..., H, Tq, Tk]` with sizes of 1 and leading dimensions broadcast: boolean, True where the query sees the
+            key, or added to the scores, of the query's type or fp32, with its gradient. Or a
+            `torch.nn.attention.bias.CausalBias`.
         is_causal: query i sees keys j <= i: aligned to the top left, where `rowmax.attention` aligns to the bottom right. They
             differ where Tq != Tk.
         scale: `None` is `1/sqrt(D)`.
@@ -44,14 +46,10 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     if dropout_p:
         raise Unsupported(f"rowmax.sdpa has no dropout; got dropout_p={dropout_p}. Pass 0.0, as in evaluation.")
     aligned_right = False
-    if attn_mask is not None:
-        variant = getattr(attn_mask, "variant", None)
-        if variant is None or is_causal:
-            raise Unsupported(
-                "rowmax.sdpa takes no dense masks; pass is_causal=True, a torch.nn.attention.bias.causal_lower_right or "
-                "causal_upper_left, or call rowmax.attention with a window, or rowmax.attention_varlen for padding."
-            )
-        is_causal, aligned_right = True, variant.name == "LOWER_RIGHT"
+    if attn_mask is not None and is_causal:
+        raise ProblemError("give attn_mask or is_causal=True, not both; rowmax.attention takes causal= and mask= together.")
+    if (variant := getattr(attn_mask, "variant", None)) is not None:
+        attn_mask, is_causal, aligned_right = None, True, variant.name == "LOWER_RIGHT"
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
             raise ProblemError(f"{name} must be a tensor [..., T, D]; got {getattr(tensor, 'shape', type(tensor).__name__)}.")
@@ -77,9 +75,30 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
         k, v, options["causal"] = k[:, :len_q], v[:, :len_q], True
     elif is_causal:
         options["window"] = (None, len_q - len_k)
+    if attn_mask is not None:
+        options["mask" if attn_mask.dtype == torch.bool else "bias"] = _for_pairs(attn_mask, lead, rank, (q, k))
     out = attention(q, k, v, **options).transpose(1, 2).unflatten(0, lead)
     out = out.squeeze(-3) if rank == 3 else out
     return out.squeeze(0) if query.dim() == 2 else out
+
+
+def _for_pairs(attn_mask: torch.Tensor, lead, rank: int, tensors) -> torch.Tensor:
+    """`[B|1, H|1, Tq|1, Tk|1]` of a mask that broadcasts to `[*lead, H, Tq, Tk]`; copied only where leading sizes differ."""
+    q, k = tensors
+    if rank == 3 and attn_mask.dim() == 3:  # a batch of one head each
+        attn_mask = attn_mask.unsqueeze(-3)
+    whole = (*lead, q.shape[2], q.shape[1], k.shape[1])
+    try:
+        torch.broadcast_shapes(attn_mask.shape, whole)
+        fits = attn_mask.dim() <= len(whole)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ProblemError(f"attn_mask must broadcast to {list(whole)} ([..., H, Tq, Tk]); got {list(attn_mask.shape)}.")
+    mask = attn_mask[(None,) * (len(whole) - attn_mask.dim())]
+    if any(size != 1 for size in mask.shape[:-3]):
+        mask = mask.expand(*lead, *mask.shape[-3:])
+    return mask.flatten(0, -4)
 
 
 def activate() -> None:

@@ -59,9 +59,9 @@ class Forward:
         self._like_q = not self._clear and problem.dim_qk == problem.dim_v  # a third faster than from a shape
 
     def __call__(
-        self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sink=None
+        self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *scores: Optional[torch.Tensor]
     ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """`(out, lse)`; lse is None unless it is needed."""
+        """`(out, lse)`; lse is None unless it is needed. `scores`: the other operands, of which plain problems have none."""
         if self._like_q:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
@@ -69,10 +69,10 @@ class Forward:
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._need_lse else None
         if self._clear and lse is not None:
             lse.fill_(-torch.inf)
-            if sink is not None and not self._has_work:
-                _rows_of_sinks(lse, sink, cu_seqlens_q)
+            if self._problem.sink and not self._has_work:
+                _scored().rows_of_sinks(lse, scores[1], cu_seqlens_q)
         if self._has_work:
-            self._run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *(() if self._plain else (slopes, sink)))
+            self._run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *(() if self._plain else scores))
         return out, lse
 
     def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores) -> None:
@@ -182,23 +182,19 @@ class _Hopper:
 
 
 def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
-    """`(dq, dk, dv)`, and with a fourth of `needs` the sink's; a gradient that is not needed is an empty tensor, and no kernel
-    runs for nothing."""
+    """`(dq, dk, dv)`, and with a fourth and a fifth of `needs` the sink's and the bias's; a gradient that is not needed is an
+    empty tensor, and no kernel runs for nothing."""
     empty = problem.packed or not _has_work(problem)
     make = torch.zeros if empty else torch.empty
     need_q, need_k, need_v = needs[:3]
-    wants_sink = len(needs) > 3 and needs[3]
-    nothing = (lse.new_empty(0),) * (len(needs) - 3)
+    more = [lse.new_empty(0) for _ in needs[3:]]
     q, k, v = operands[:3]
     device = q.device
     dq, dk, dv = (
         make(t.shape if need else (0,), dtype=t.dtype, device=device) for t, need in zip((q, k, v), needs[:3], strict=True)
     )
     if not _has_work(problem):
-        if wants_sink:
-            delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
-            nothing = (_sink_gradient(operands.sink, lse * LOG2E, delta),)
-        return dq, dk, dv, *nothing
+        return dq, dk, dv, *(_scored().idle_gradients(operands, needs[3:], lse, grad_lse) if more else ())
     if plan.algorithm == "hopper":  # all three at once
         from rowmax.kernels import hopper_backward
 
@@ -206,7 +202,7 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
                  for t, need, like in zip((dq, dk, dv), needs[:3], (q, k, v), strict=True))  # fmt: skip
         given = torch.zeros_like(out) if grad_out is None else grad_out
         hopper_backward.run(problem, operands, plan.tiles[0], out, lse, given, grad_lse, *whole)
-        return dq, dk, dv, *nothing
+        return dq, dk, dv, *more
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     _launch(device, row_call(problem, out, grad_out, lse, grad_lse, lse_log2, delta))
     query_tile, *key_tiles = plan.tiles
@@ -219,36 +215,29 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
             _launch(device, key_call(problem, operands, key_tiles[0], grad_out, lse_log2, delta, dk, None))
         if need_v:
             _launch(device, key_call(problem, operands, key_tiles[-1], grad_out, lse_log2, delta, None, dv))
-    if wants_sink:
-        nothing = (_sink_gradient(operands.sink, lse_log2, delta),)
-    return dq, dk, dv, *nothing
+    if more:
+        more = _scored().gradients(problem, operands, needs[3:], query_tile, grad_out, lse_log2, delta)
+    return dq, dk, dv, *more
 
 
-def _rows_of_sinks(lse, sink, cu_seqlens_q) -> None:
-    """The LSE where no row sees a key: the sink, in rows that belong to a sequence."""
-    if cu_seqlens_q is None:
-        lse.copy_(sink.unsqueeze(-1))
-    else:
-        row = torch.arange(lse.shape[-1], device=lse.device)
-        own = (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
-        lse.copy_(torch.where(own, sink.unsqueeze(-1), -torch.inf))
+def _scored():
+    """What only bent scores need."""
+    from rowmax.kernels import scored_launch
 
-
-def _sink_gradient(sink, lse_log2, delta) -> torch.Tensor:
-    """`[H]`: -sum over rows of p_sink delta; the sink is a key whose value is 0. Rows without weights have an infinite LSE."""
-    terms = torch.exp2(sink.unsqueeze(-1) * LOG2E - lse_log2) * delta
-    return -terms.masked_fill(torch.isinf(lse_log2), 0.0).sum(-1).view(-1, sink.shape[0]).sum(0)
+    return scored_launch
 
 
 def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> Call:
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     # What a plain problem has not is among the numbers: a tensor costs the host time on every call.
-    scores, none = ((), (None, None)) if problem.plain else ((operands.slopes, operands.sink), ())
+    *given, bias_strides, mask_strides = _given(problem, operands)
+    scores, none = ((), (None,) * 4) if problem.plain else ((operands.slopes, operands.sink, *given), ())
     tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
-    prescale = problem.scale <= 0 or problem.softcap > 0 or problem.alibi != ""
+    prescale = problem.scale <= 0 or problem.softcap > 0 or problem.alibi != "" or problem.bias != ""
     numbers = (
-        *(*none, _strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E, _cap(problem)),
+        *(*none, _strides(q), _strides(k), _strides(v), _strides(out), bias_strides, mask_strides),
+        *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
@@ -377,8 +366,10 @@ def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_l
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
+    tensors = (*tensors, *_given(problem, operands)[:2])
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out, dq)),
+        *_given(problem, operands)[2:],
         *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
@@ -390,13 +381,22 @@ def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
     tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
+    tensors = (*tensors, *_given(problem, operands)[:2])
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
     numbers = (
         *(_strides(t) for t in (q, k, v, do, dk_like, dv_like)),
+        *_given(problem, operands)[2:],
         *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
     return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
+
+
+def _given(problem: Problem, operands: Operands) -> tuple:
+    """Bias, mask and the strides of both."""
+    if problem.plain:
+        return (None,) * 4
+    return *_scored().given(operands), *_scored().given_strides(operands)
 
 
 def _bounded(problem: Problem) -> Band:

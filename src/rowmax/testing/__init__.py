@@ -43,6 +43,8 @@ def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = 
     arguments: dict = {"return_lse": return_lse, "deterministic": problem.deterministic, "plan": plan}
     arguments["scale"] = None if problem.scale == problem.dim_qk**-0.5 else problem.scale
     arguments.update({"softcap": problem.softcap or None, "alibi_slopes": operands.slopes, "sink": operands.sink})
+    if operands.bias is not None or operands.mask is not None:
+        arguments.update(bias=operands.bias, mask=operands.mask)
     arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -76,7 +78,7 @@ def check(
     """
     tensors = operands(problem, kind, seed=seed, device=device, layout=layout, lengths=lengths)
     backward = backward and not kind.startswith(("nan", "inf"))
-    names = ("q", "k", "v", *["sink"] * problem.sink)
+    names = ("q", "k", "v", *["sink"] * problem.sink, *["bias"] * bool(problem.bias))
     leaves = [getattr(tensors, name).detach().requires_grad_(backward) for name in names]
     with poisoned():
         out, lse = attend(problem, tensors._replace(**dict(zip(names, leaves, strict=True))), plan)

@@ -83,7 +83,30 @@ def _scores(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]
             slopes = slopes * torch.randn(problem.batch, problem.heads_q, generator=generator)
     if problem.sink:
         sink = 2.0 * torch.randn(problem.heads_q, generator=generator) + 2.0 * (heads % 3)
-    return [None if t is None else carve(t.to(problem.lse_dtype).to(device)) for t in (slopes, sink)]
+    per_head = [None if t is None else carve(t.to(problem.lse_dtype).to(device)) for t in (slopes, sink)]
+    return [*per_head, *_pairs(problem, generator, device)]
+
+
+def _pairs(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]:
+    """`(bias, mask)`: normal numbers, amid NaN, one key hidden by -inf; seven of ten pairs, one query without any."""
+    sizes = dict(zip("bhqk", (problem.batch, problem.heads_q, problem.len_q, problem.len_k), strict=True))
+
+    def shape(letters: str) -> list[int]:
+        return [size if letter in letters else 1 for letter, size in sizes.items()]
+
+    bias = mask = None
+    if problem.bias:
+        letters, _, wide = problem.bias.partition(",")
+        bias = torch.randn(shape(letters), generator=generator)
+        if "k" in letters and problem.len_k > 1:
+            bias[..., problem.len_k // 3] = -torch.inf
+        bias = carve(bias.to(torch.float32 if wide else problem.dtype).to(device))
+    if problem.mask:
+        shown = torch.rand(shape(problem.mask), generator=generator) < 0.7
+        if "q" in problem.mask and problem.len_q > 1:
+            shown[:, :, problem.len_q // 2] = False
+        mask = torch.ones((*shown.shape[:3], shown.shape[3] + 1), dtype=torch.bool)[..., :-1].copy_(shown).to(device)
+    return [bias, mask]
 
 
 def _parse_kind(kind: str) -> tuple[str, str]:

@@ -21,8 +21,8 @@ class Piece(NamedTuple):
     where: tuple
     rows: torch.Tensor
     q: torch.Tensor  # [rows, H, D]
-    seen: torch.Tensor  # [rows, len_k]
-    bias: Optional[torch.Tensor] = None  # [H, rows, len_k], fp64, of ALiBi
+    seen: torch.Tensor  # [rows, len_k]; with a mask or a bias [H, rows, len_k]
+    bias: Optional[torch.Tensor] = None  # [H, rows, len_k], fp64, of ALiBi and what is added; finite
     sink: Optional[torch.Tensor] = None  # [H], fp64
 
 
@@ -56,8 +56,9 @@ def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
             part = part.to(q.device)
             index = (*lead, part + span_q.start)
             seen = reference.visible(len(span_q), len(span_k), *problem.band, device=q.device, rows=part)
-            scores = _scores(operands, number, span_q, span_k, part)
-            pieces.append(Piece(f"sequence {number}, rows from {int(part[0])}", index, part, q[index], seen, *scores))
+            bias, sink = _scores(operands, number, span_q, span_k, part)
+            seen, bias = _pairs(problem, operands, lead, part, seen, bias)
+            pieces.append(Piece(f"sequence {number}, rows from {int(part[0])}", index, part, q[index], seen, bias, sink))
         result.append(Sequence(f"sequence {number}", keys, k[keys], v[keys], pieces))
     return result, sampled
 
@@ -73,6 +74,26 @@ def _scores(operands: Operands, number: int, span_q: range, span_k: range, rows:
     if cu is not None and number >= cu.numel() - 1 and sink is not None:
         sink = torch.full_like(sink, -torch.inf)
     return slopes, sink
+
+
+def _pairs(problem: Problem, operands: Operands, lead: tuple, rows: torch.Tensor, seen: torch.Tensor, bias):
+    """`seen` and `bias` with what is given for pairs: a mask, and a bias, whose -inf hides."""
+    if operands.mask is None and operands.bias is None:
+        return seen, bias
+    seen = seen.expand(problem.heads_q, *seen.shape)
+    if operands.mask is not None:
+        seen = seen & pairs_of(operands.mask, lead, rows)
+    if operands.bias is not None:
+        own = pairs_of(operands.bias, lead, rows).double()
+        seen, own = seen & (own != -torch.inf), torch.where(own == -torch.inf, 0.0, own).expand(seen.shape)
+        bias = own if bias is None else bias + own
+    return seen, bias
+
+
+def pairs_of(t: torch.Tensor, lead: tuple, rows: torch.Tensor) -> torch.Tensor:
+    """`[H|1, rows|1, len_k|1]` of one sequence."""
+    own = t[lead[0] if t.shape[0] > 1 else 0]
+    return own[:, rows] if own.shape[1] > 1 else own
 
 
 def spans(problem: Problem, operands: Operands) -> list[tuple[tuple, range, range]]:

@@ -48,8 +48,7 @@ def check_forward(problem: Problem, operands: Operands, out: torch.Tensor, lse: 
     for sequence in sequences:
         for piece in sequence.pieces:
             truth = _Truth.of(problem, piece, sequence)
-            values = piece.seen.double() @ finite(sequence.v.double()).abs().flatten(1)
-            values = expand_heads(problem, values.view(len(piece.rows), *sequence.v.shape[1:]))
+            values = _over_seen(problem, piece.seen, finite(sequence.v.double()).abs())
             factor = error_factor(problem, truth.logits).T.unsqueeze(-1)  # [rows, H, 1]
             expected = Sums(truth.out, truth.naive, truth.terms, factor * truth.terms, values)
             tally.add_sums(piece.name, out[piece.where], expected)
@@ -71,15 +70,17 @@ def check_backward(
     grad_lse: Optional[torch.Tensor] = None,
     out: Optional[torch.Tensor] = None,
 ) -> Report:
-    """Compare `grads` of q, k and v (`None`: not asked for) with those of the definition for the given cotangents; a fourth is
-    that of the sink, which a sample of rows says nothing about.
+    """Compare `grads` of q, k and v (`None`: not asked for) with those of the definition for the given cotangents; behind them
+    those of the sink and of the bias where there are, which a sample of rows says nothing about.
 
     Operands must be finite. `out`, of the same call, adds one more sum to the check of a sampled problem.
     """
     sequences, sampled = split(problem, operands)
     dq_tally, dk_tally, dv_tally = (Tally(name, problem, RMS_GRAD, RMS_GRAD_WARN) for name in ("dq", "dk", "dv"))
     dq, dk, dv, *rest = grads
-    dsink = rest[0] if rest else None
+    dsink = rest.pop(0) if rest and operands.sink is not None else None
+    dbias = rest.pop(0) if rest and operands.bias is not None else None
+    dbias_sums = torch.zeros(3, *(() if dbias is None else dbias.shape), dtype=torch.float64, device=operands.q.device)
     dsink_sums = torch.zeros(2, problem.heads_q, dtype=torch.float64, device=operands.q.device)
     for sequence in sequences:
         total: Optional[_Gradients] = None
@@ -89,6 +90,9 @@ def check_backward(
                 dq_tally.add_sums(piece.name, dq[piece.where], part.dq)
             if part.dsink is not None:
                 dsink_sums += part.dsink
+            if dbias is not None and part.dbias is not None:
+                for target, terms in zip(dbias_sums, part.dbias, strict=True):
+                    _add_pairs(target, piece, terms)
             total = part if total is None else total.plus(part)
         if sampled:
             continue
@@ -104,10 +108,34 @@ def check_backward(
         tally = Tally("dsink", problem)
         tally.add("all rows", dsink, dsink_sums[0], dsink_sums[1] + roundoff(problem) * dsink_sums[0].abs() + tiny(problem))
         report = tally.into(report)
+    if dbias is not None and not sampled:
+        tally = Tally("dbias", problem)
+        want, bound, count = dbias_sums
+        tally.add("all rows", dbias, want, bound + roundoff(problem) * want.abs() + tiny(problem) * (1 + count))
+        report = tally.into(report)
     if not sampled:
         return report
-    report = _all_finite(operands, dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=False)), report)
+    report = _all_finite(operands, {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink, "dbias": dbias}, report)
     return check_sums(problem, operands, grads[:3], grad_out, grad_lse, out, report)
+
+
+def _over_seen(problem: Problem, seen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`[rows, H, Dv]`: the sum of values `[len_k, Hk, Dv]` over the keys that each row sees."""
+    if seen.dim() == 3:
+        return torch.einsum("hij,jhd->ihd", seen.double(), expand_heads(problem, values))
+    summed = seen.double() @ values.flatten(1)
+    return expand_heads(problem, summed.view(seen.shape[0], *values.shape[1:]))
+
+
+def _add_pairs(target: torch.Tensor, piece: Piece, terms: torch.Tensor) -> None:
+    """Add terms `[H, rows, len_k]` of a piece to what has the bias's shape."""
+    own = target[piece.where[0] if target.shape[0] > 1 else 0]
+    over = [dim for dim in (0, 2) if own.shape[dim] == 1]
+    terms = terms.sum(over, keepdim=True) if over else terms
+    if own.shape[1] == 1:
+        own += terms.sum(1, keepdim=True)
+    else:
+        own.index_add_(1, piece.rows.to(own.device), terms)
 
 
 def _all_finite(operands: Operands, results: dict, report: Report) -> Report:
@@ -168,7 +196,8 @@ class _Gradients(NamedTuple):
 
     dq: |scale| sum_j W_ij |k_j|        dk: |scale| sum_i W_ij |q_i|        dv: sum_i p_ij |dO_i|
 
-    summed over the query heads of a group for dk and dv. The sink's is -sum_i p_sink delta_i, and its A sum_i p_sink times what
+    summed over the query heads of a group for dk and dv. The bias's is dS_ij without the soft-cap's factor, and its A W_ij
+    without it, both summed over what it is broadcast in. The sink's is -sum_i p_sink delta_i, and its A sum_i p_sink times what
     is in parentheses above but dP.
     """
 
@@ -176,6 +205,7 @@ class _Gradients(NamedTuple):
     dk: Sums
     dv: Sums
     dsink: Optional[torch.Tensor]  # [2, H]: the gradient, and what bounds its error but for its own rounding
+    dbias: Optional[torch.Tensor] = None  # [3, H, rows, len_k]: the gradient, its bound, and 1 where the key is seen
 
     def plus(self, other: "_Gradients") -> "_Gradients":
         dk, dv = (Sums(*(a + b for a, b in zip(x, y, strict=True))) for x, y in zip(self[1:3], other[1:3], strict=True))
@@ -221,19 +251,23 @@ class _Gradients(NamedTuple):
         dq = Sums(wide[0], naive[0], over_keys(w), over_keys(weighted), over_keys(ones))
         dk = Sums(wide[1], naive[1], *(over_rows(x, q, scale) for x in (w, weighted, ones)))
         dv = Sums(wide[2], naive[2], *(over_rows(x, d_out, 1.0) for x in (p, p * factor, ones)))
+        dbias = None if piece.bias is None else torch.stack([wide[-1], flat * factor, ones])
         if piece.sink is None:
-            return cls(dq, dk, dv, None)
+            return cls(dq, dk, dv, None, dbias)
         of_sink = torch.exp(piece.sink.unsqueeze(-1) - truth.lse) * row.T * factor.squeeze(-1)  # [H, rows]
-        return cls(dq, dk, dv, torch.stack([wide[3], of_sink.masked_fill(torch.isneginf(truth.lse), 0.0).sum(-1)]))
+        return cls(dq, dk, dv, torch.stack([wide[3], of_sink.masked_fill(torch.isneginf(truth.lse), 0.0).sum(-1)]), dbias)
 
 
 def _autograd(problem: Problem, piece: Piece, inputs, d_out, d_lse) -> list[torch.Tensor]:
-    """Gradients of the oracle in the dtype of `inputs`, then as fp64; with a sink, its own last."""
+    """Gradients of the oracle in the dtype of `inputs`, then as fp64; then those of the sink and of the bias, if there are."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     if piece.sink is not None:
         leaves.append(piece.sink.detach().clone().requires_grad_())
+    if piece.bias is not None:
+        leaves.append(piece.bias.detach().clone().requires_grad_())
+        piece = piece._replace(bias=leaves[-1])
     with torch.enable_grad():
-        out, lse = _define(problem, piece, *leaves)
+        out, lse = _define(problem, piece, *leaves[: 3 if piece.sink is None else 4])
         outputs = [(x, g.to(x.dtype)) for x, g in ((out, d_out), (lse, d_lse)) if x.requires_grad]
     results, cotangents = zip(*outputs, strict=True)
     grads = torch.autograd.grad(results, leaves, cotangents, allow_unused=True, materialize_grads=True)

@@ -27,6 +27,7 @@ from rowmax.kernels.tile_ops import (
     tiles_of,
     visible,
 )
+from rowmax.kernels.triton.given import give, pair_base
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -63,21 +64,24 @@ def row_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q, do, lse_log2, delta, k_source, v_source, k_stride, v_stride, ranges, row, len_k, shift, band, scale_log2,
-    cap, slope_log2,
+    dq, q, do, lse_log2, delta, k_source, v_source, k_stride, v_stride, ranges, row, len_q, len_k, shift, band, scale_log2,
+    cap, slope_log2, bias, bias_strides, mask, mask_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ / scale of one Q tile, over the key tiles that need the element mask, or over the others."""
+    GIVEN: tl.constexpr = bias is not None or mask is not None
     for turn in tl.range(0, tiles_of(ranges, BLOCK_N, MASKED), num_stages=STAGES):
         col = tile_start(turn, ranges, BLOCK_N, MASKED)
         k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
         v = load_tile(v_source, col, v_stride, len_k, DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if cap is not None or slope_log2 is not None:
+        if cap is not None or slope_log2 is not None or GIVEN:
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
             x, gain = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2)
+            if GIVEN:
+                x, shown = give(x, rows[:, None], cols[None, :], len_q, len_k, bias, bias_strides, mask, mask_strides)
             p = tl.exp2(x - lse_log2[:, None])
         else:
             p = tl.exp2(s * scale_log2 - lse_log2[:, None])
@@ -89,7 +93,11 @@ def _walk_keys(
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
             seen = visible(rows[:, None], cols[None, :], len_k, shift, band)
+            if GIVEN:
+                seen = seen & shown
             ds = tl.where(seen, ds, 0.0)
+        elif GIVEN:
+            ds = tl.where(shown, ds, 0.0)
         if GUARDED:
             dq = guarded_dot(ds, k, seen, dq)
         else:
@@ -100,7 +108,7 @@ def _walk_keys(
 @triton.jit
 def _store_guarded_dq(
     q_base, k_base, v_base, do_base, dq_base, lse_base, delta_base, q_stride, k_stride, v_stride, do_stride, dq_stride, row,
-    last, len_q, len_k, shift, band, scale, cap, slope_log2,
+    last, len_q, len_k, shift, band, scale, cap, slope_log2, bias, bias_strides, mask, mask_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Rows `[row, last]` of dQ once more, with `guarded_dot`; see `_store_guarded` of the forward."""
@@ -116,8 +124,9 @@ def _store_guarded_dq(
         delta = tl.load(delta_base + rows, mask=rows < len_q, other=0.0)
         dq = tl.zeros([GUARD, BLOCK_D], tl.float32)
         dq = _walk_keys(
-            dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift,
-            band, scale * LOG2E, cap, slope_log2, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
+            dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_q, len_k,
+            shift, band, scale * LOG2E, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+            GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
         )  # fmt: skip
         store_tile(dq_base, dq * scale, piece, dq_stride, len_q, DIM, GUARD, BLOCK_D)
 
@@ -128,7 +137,9 @@ def query_kernel(
     dq_ptr, lse_ptr, delta_ptr,  # dq as q; of `row_kernel`, the LSE in base 2
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
+    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
     q_strides, k_strides, v_strides, do_strides, dq_strides,  # (batch, row, head)
+    bias_strides, mask_strides,  # (batch, head, query, key)
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -166,17 +177,21 @@ def query_kernel(
     else:
         slopes = slopes_base(slopes_ptr, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
         slope_log2 = tl.load(slopes + head) * LOG2E
+    bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head)
+    mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head)
 
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, STAGES,
+        dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, STAGES,
     )  # fmt: skip
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
+        dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
     )  # fmt: skip
     bad = any_of(dq != dq)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
@@ -198,14 +213,17 @@ def query_kernel(
             None if do_ptr is None else head_base(do_ptr, do_strides, b, begin_q, head), dq_base, lse_ptr + base,
             delta_ptr + base, q_strides[1], k_strides[1], v_strides[1], do_strides[1], dq_strides[1], row,
             tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale, cap,
-            None if slopes_ptr is None else tl.load(slopes + head) * LOG2E, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
+            None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
+            None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
 
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
-    band, scale_log2, cap, slopes,
+    band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, MASKED: tl.constexpr,
     GUARDED: tl.constexpr, STAGES: tl.constexpr,
@@ -215,6 +233,7 @@ def _walk_queries(
     The 0 is the sign of a row: compilers do not know it, so that what is computed from it cannot be moved before the loop.
     Scores are transposed, [BLOCK_N, BLOCK_M], so that P and dS are at once the left operands of dV and dK.
     """
+    GIVEN: tl.constexpr = bias is not None or mask is not None
     tiles = tiles_of(ranges, BLOCK_M, MASKED)
     zero = tiles * 0
     for turn in tl.range(0, GROUP * tiles, num_stages=STAGES):
@@ -235,17 +254,27 @@ def _walk_queries(
             lse_log2 = tl.load(lse_base + row_base + rows, mask=rows < len_q, other=float("inf"))
         else:
             lse_log2 = tl.load(lse_base + row_base + rows)
-        if cap is not None or slopes is not None:
+        if cap is not None or slopes is not None or GIVEN:
             cols = col + tl.arange(0, BLOCK_N)
             slope_log2 = None if slopes is None else tl.load(slopes + member) * LOG2E
             x, gain = bend(s, rows[None, :], cols[:, None], shift, scale_log2, cap, slope_log2)
+            if GIVEN:
+                x, shown = give(
+                    x, rows[None, :], cols[:, None], len_q, len_k,
+                    None if bias is None else bias + tl.cast(member, tl.int64) * bias_strides[1], bias_strides,
+                    None if mask is None else mask + tl.cast(member, tl.int64) * mask_strides[1], mask_strides,
+                )  # fmt: skip
             p = tl.exp2(x - lse_log2[None, :])
         else:
             p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         if MASKED:
             cols = col + tl.arange(0, BLOCK_N)
             seen = visible(rows[None, :], cols[:, None], len_k, shift, band) & (rows < len_q)[None, :]
+            if GIVEN:
+                seen = seen & shown
             p = tl.where(seen, p, 0.0)
+        elif GIVEN:
+            p = tl.where(shown, p, 0.0)
         if do_source is not None:
             do = load_member(do_source, member, row, do_strides, len_q, DIM_V, BLOCK_M, BLOCK_DV, MASKED)
         if WANT_DK and not MASKED:
@@ -267,6 +296,8 @@ def _walk_queries(
                 ds = ds * gain
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
+            elif GIVEN:
+                ds = tl.where(shown, ds, 0.0)
         if WANT_DK:
             if GUARDED:
                 dk = guarded_dot(ds, q, seen, dk)
@@ -281,7 +312,9 @@ def key_kernel(
     dk_ptr, dv_ptr, lse_ptr, delta_ptr,  # dk as k, dv as v; of `row_kernel`, the LSE in base 2
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
+    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,  # (batch, row, head)
+    bias_strides, mask_strides,  # (batch, head, query, key)
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STAGES: tl.constexpr,
@@ -318,6 +351,8 @@ def key_kernel(
         slopes = first_head + slopes_base(
             slopes_ptr, tl.program_id(0), cu_seqlens_k, batch, heads // GROUP, tiles, heads, BLOCK_N, PER_SEQUENCE
         )
+    bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head)
+    mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head)
 
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, shift, band, BLOCK_M)
     EDGE_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M > 16 else BLOCK_M  # masked tiles need registers for the mask and pointers
@@ -325,8 +360,8 @@ def key_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dk, dv, zero = _walk_queries(
         dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k,
-        shift, band, scale_log2, cap, slopes, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False,
-        False, STAGES,
+        shift, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, GROUP, DIM, DIM_V,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False, STAGES,
     )  # fmt: skip
     # Where everything lies once more, from a program id that depends on the loop: kept over the loop, it would spill.
     col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
@@ -342,11 +377,13 @@ def key_kernel(
         slopes = first_head + slopes_base(
             slopes_ptr, pid, cu_seqlens_k, batch, heads // GROUP, tiles, heads, BLOCK_N, PER_SEQUENCE
         )
+    bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head)
+    mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head)
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, len_k - len_q, band, BLOCK_M)
     dk, dv, _ = _walk_queries(
         dk, dv, k, v, q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides, ranges, col, total_q,
-        len_q, len_k, len_k - len_q, band, scale_log2, cap, slopes, GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-        WANT_DK, WANT_DV, True, False, 1,
+        len_q, len_k, len_k - len_q, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, GROUP, DIM, DIM_V,
+        EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, False, 1,
     )  # fmt: skip
     bad = 0
     if WANT_DK:
@@ -385,7 +422,10 @@ def key_kernel(
                 load_tile(v_base, piece, v_strides[1], len_k, DIM_V, GUARD, BLOCK_DV, True),
                 q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides,
                 (zero, zero, zero, len_q), piece, total_q, len_q, len_k, len_k - len_q, band, scale_log2,
-                cap, slopes, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
+                cap, slopes,
+                None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head), bias_strides,
+                None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head), mask_strides,
+                GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
             )  # fmt: skip
             if WANT_DK:
                 store_tile(dk_base, dk_piece * scale, piece, dk_strides[1], len_k, DIM, GUARD, BLOCK_D)

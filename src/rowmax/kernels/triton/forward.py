@@ -25,18 +25,20 @@ from rowmax.kernels.tile_ops import (
     tiles_of,
     visible,
 )
+from rowmax.kernels.triton.given import give, pair_base
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _walk(
-    acc, m, l, q, k_source, v_source, k_stride, v_stride, ranges, row, len_k, shift, band, scale_log2, cap,
-    slope_log2,
+    acc, m, l, q, k_source, v_source, k_stride, v_stride, ranges, row, len_q, len_k, shift, band, scale_log2, cap,
+    slope_log2, bias, bias_strides, mask, mask_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The one loop body: over the key tiles that need the element mask, or over the others."""
+    GIVEN: tl.constexpr = bias is not None or mask is not None
     for turn in tl.range(0, tiles_of(ranges, BLOCK_N, MASKED), num_stages=STAGES):
         col = tile_start(turn, ranges, BLOCK_N, MASKED)
         k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
@@ -47,10 +49,16 @@ def _walk(
             s, _ = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2)
         elif PRESCALE:
             s = s * scale_log2
+        if GIVEN:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            s, shown = give(s, rows[:, None], cols[None, :], len_q, len_k, bias, bias_strides, mask, mask_strides)
         if MASKED:
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
             seen = visible(rows[:, None], cols[None, :], len_k, shift, band)
+            if GIVEN:
+                seen = seen & shown
             s = tl.where(seen, s, float("-inf"))
         p, m, l, alpha = online_step(s, m, l, 1.0 if PRESCALE else scale_log2)
         acc = acc * alpha[:, None]
@@ -65,7 +73,7 @@ def _walk(
 @triton.jit
 def _store_guarded(
     q_base, k_base, v_base, o_base, lse_base, q_stride, k_stride, v_stride, o_stride, row, last, len_q, len_k, shift, band,
-    scale_log2, cap, slope_log2, sink_log2,
+    scale_log2, cap, slope_log2, sink_log2, bias, bias_strides, mask, mask_strides,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Rows `[row, last]` once more, with `guarded_dot` and scaled scores, in pieces too small to cost the kernel registers."""
@@ -76,8 +84,9 @@ def _store_guarded(
         l = tl.zeros([GUARD], tl.float32)
         acc = tl.zeros([GUARD, BLOCK_DV], tl.float32)
         acc, m, l = _walk(
-            acc, m, l, q, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_k, shift, band, scale_log2,
-            cap, slope_log2, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1,
+            acc, m, l, q, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_q, len_k, shift, band,
+            scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+            GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1,
         )  # fmt: skip
         if sink_log2 is not None:
             acc, m, l = add_sink(acc, m, l, sink_log2)
@@ -95,7 +104,9 @@ def forward_kernel(
     lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
+    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
+    bias_strides, mask_strides,  # (batch, head, query, key)
     scale_log2, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
@@ -124,6 +135,8 @@ def forward_kernel(
     else:
         slopes = slopes_base(slopes_ptr, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
         slope_log2 = tl.load(slopes + head) * LOG2E
+    bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head)
+    mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head)
 
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
@@ -131,12 +144,14 @@ def forward_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, m, l = _walk(
-        acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, False, False, STAGES,
+        acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, False, False, STAGES,
     )  # fmt: skip
     acc, m, l = _walk(
-        acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_k, shift, band, scale_log2,
-        cap, slope_log2, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
+        acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
     )  # fmt: skip
     bad = any_of(acc != acc)
     if not PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
@@ -169,5 +184,8 @@ def forward_kernel(
             head_base(v_ptr, v_strides, b, begin_k, head // GROUP), o_base, lse_base, q_strides[1], k_strides[1], v_strides[1],
             o_strides[1], row, tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, len_k - len_q, band, scale_log2,
             cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
-            None if sink_ptr is None else tl.load(sink_ptr + head) * LOG2E, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            None if sink_ptr is None else tl.load(sink_ptr + head) * LOG2E,
+            None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
+            None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Tests of the tests of masks and biases: one-line faults, each of which must be noticed."""
+
+import os
+
+import pytest
+from test_mutants import BACKWARD, CPU_FORWARD, killed_by, replaced
+
+GIVEN, BIAS, LAUNCH = "kernels/triton/given.py", "kernels/triton/bias.py", "kernels/scored_launch.py"
+SCORES, CPU_BACKWARD, NONFINITE = "cpu/scores.py", "cpu/backward.py", "cpu/nonfinite.py"
+KERNEL_MUTANTS = {
+    "mask of the first sequence": (GIVEN, "tl.cast(b, tl.int64) * strides[0]", "0 * tl.cast(b, tl.int64)", 1),
+    "bias of the first head in dK": (BACKWARD, "bias + tl.cast(member, tl.int64) * bias_strides[1]", "bias + 0 * member", 1),
+    "bias in base e": (GIVEN, "added = added * LOG2E", "added = added * 1.0", 1),
+    "mask ignored": (GIVEN, "shown = shown & (_load(mask", "shown = shown | (_load(mask", 1),
+    "bias's gradient with the soft-cap's factor": (
+        BIAS,
+        "score_gradient(p, dp, delta[:, None]), 0.0)",
+        "score_gradient(p, dp, delta[:, None]) * _gain, 0.0)",
+        1,
+    ),
+    "bias's gradient without the last row tile": (BIAS, "turns_q = 1 if OWN_Q else row_tiles", "turns_q = 1", 1),
+    "bias's gradient not summed over heads": (LAUNCH, "sums.sum(over, keepdim=True) if over", "sums[:, :1] if over", 1),
+    "a broadcast bias with strides": (LAUNCH, "0 if size == 1 else stride for", "stride for", 1),
+}
+CPU_MUTANTS = {
+    "mask ignored": (SCORES, "masked_fill_(~_of_tile", "masked_fill_(0 * _of_tile", 1),
+    "bias in base e": (SCORES, "(bias * LOG2E)", "(bias * 1.0)", 1),
+    "no finite pivot": (CPU_FORWARD, "        if blind:\n            m.masked", "        if False:\n            m.masked", 1),
+    "rows without keys have weights": (CPU_BACKWARD, "== -math.inf, math.inf)", "== -math.inf, -math.inf)", 1),
+    "bias's gradient with the soft-cap's factor": (CPU_BACKWARD, "add_bias_gradient(p, ds", "add_bias_gradient(steep, ds", 1),
+    "bias from the first row": (SCORES, "slice(problem.len_q - rows.shape[1], None)", "slice(0, rows.shape[1])", 1),
+    "NaN reaches rows that do not see it": (NONFINITE, "seen = seen & own[", "seen = seen | own[", 1),
+}
+# As in `test_mutants`.
+CASES = [
+    ("b2 h2/1 q20 k18 d16 fp32 causal softcap=2.0 bias(hqk) mask(bk)", "spiky", "contiguous", None),
+    ("b2 h2/1 q20 k18 d16 fp32 causal bias(k) mask(bqk)", "normal", "contiguous", None),
+]
+CPU_CASES = [
+    *CASES,
+    ("b1 h2 q20 k20 d16 fp16 mask(qk)", "nan(v)", "contiguous", None),
+    ("b1 h2 q20 k20 d16 fp32 mask(qk)", "nan(q)", "contiguous", None),
+]
+KERNEL_PLAN, CPU_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]", "tiled[8x16, 8x16, 8x16]"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@pytest.mark.parametrize("name", KERNEL_MUTANTS)
+def test_kernel_mutant_is_killed(name, tmp_path):
+    with replaced("kernels", [KERNEL_MUTANTS[name]], tmp_path):
+        assert killed_by(CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+
+
+@pytest.mark.parametrize("name", CPU_MUTANTS)
+def test_cpu_mutant_is_killed(name, tmp_path):
+    with replaced("cpu", [CPU_MUTANTS[name]], tmp_path):
+        assert killed_by(CPU_CASES, CPU_PLAN), f"the mutant '{name}' lives"
+
+
+def test_what_is_not_mutated_lives():
+    assert killed_by(CPU_CASES, CPU_PLAN) is None
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        assert killed_by(CASES, KERNEL_PLAN) is None
