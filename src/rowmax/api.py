@@ -9,7 +9,9 @@ from rowmax.errors import ProblemError
 from rowmax.ops import FORWARD, in_forward_mode
 from rowmax.ops_masked import FORWARD_MASKED
 from rowmax.ops_scored import FORWARD_SCORED
+from rowmax.padding import RUNS, Lengths, cu_seqlens
 from rowmax.plan import Plan
+from rowmax.problem import Operands, Problem
 
 Window = tuple[Optional[int], Optional[int]]
 _NO_LIMIT = 2**31 - 1  # no tensor has so many tokens
@@ -28,6 +30,9 @@ def attention(
     sink: Optional[torch.Tensor] = None,
     bias: Optional[torch.Tensor] = None,
     mask: Optional[torch.Tensor] = None,
+    seqlens_q: Optional[torch.Tensor] = None,
+    seqlens_k: Optional[torch.Tensor] = None,
+    leftpad_k: Optional[torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -51,6 +56,12 @@ def attention(
             in fp32. -inf hides a key, as `mask` does. Gradients flow to it, summed in fp32 over what is broadcast.
         mask: boolean `[B, Hq, Tq, Tk]`, any of them 1: True where the query sees the key, within the band of `causal` and
             `window`.
+        seqlens_k: int32 or int64 `[B]`: of each row of the batch only keys below it count, as though Tk were that number, also
+            for the alignment of `causal` and `window`.
+        leftpad_k: `[B]`: keys below it do not count; causal rows end where they did. Padded keys may hold anything.
+        seqlens_q: `[B]`: queries from it on see nothing, as though Tq were that number. Self-attention padded on the right has
+            seqlens_q = seqlens_k. These three take no bias or mask beside them. They run as packed sequences do, on views where
+            batches lie Tq or Tk rows apart, else on copies; on a GPU they are not read back, and are clamped.
         return_lse: also return the log-sum-exp of the scaled, masked scores.
         deterministic: ask for a bitwise repeatable backward (the forward always is).
         plan: `None`, or an algorithm by name ("q_outer", "tiled", ...), or a `Plan`; see `rowmax.plan`.
@@ -70,6 +81,14 @@ def attention(
     scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
     if bias is not None or mask is not None:
         scores = (*(scores or (None,) * 3), bias, mask)
+    if seqlens_q is not None or seqlens_k is not None or leftpad_k is not None:
+        lengths = Lengths(seqlens_q, seqlens_k, leftpad_k)
+        if scores is not None and len(scores) > 3:
+            raise ProblemError(
+                "seqlens_q, seqlens_k and leftpad_k come without a bias or a mask; hide the padding in the mask instead: "
+                "mask & (torch.arange(Tk) < seqlens_k[:, None])[:, None, None]."
+            )
+        return _call_padded(q, k, v, lengths, causal, window, scale, return_lse, deterministic, plan, scores)
     return _call(q, k, v, None, None, None, None, causal, window, scale, return_lse, deterministic, plan, scores)
 
 
@@ -224,6 +243,22 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
     forward = FORWARD if dispatched else forward_without_gradient
     out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, *numbers)
     return (out, lse) if return_lse else out
+
+
+def _call_padded(q, k, v, lengths, causal, window, scale, return_lse, deterministic, plan, scores):
+    _numbers(q, k, v, None, None, causal, window, scale, return_lse, deterministic, plan)
+    q, k, v = _as_autocast(q, k, v)
+    left, right = _band(causal, window)
+    Problem.describe(Operands(q, k, v), left=left, right=right)
+    batch, len_q, len_k = q.shape[0], q.shape[1], k.shape[1]
+    cu = cu_seqlens(lengths, batch, len_q, len_k, q.device)
+    if scores is not None and isinstance(scores[1], torch.Tensor) and scores[1].dim() == 2:
+        scores = (scores[0], scores[1].repeat_interleave(RUNS, 0), scores[2])
+    flat = (t.flatten(0, 1) for t in (q, k, v))
+    found = _call(*flat, *cu, len_q, len_k, causal, window, scale, return_lse, deterministic, plan, scores)
+    if not return_lse:
+        return found.unflatten(0, (batch, len_q))
+    return found[0].unflatten(0, (batch, len_q)), found[1].unflatten(1, (batch, len_q)).transpose(0, 1).contiguous()
 
 
 def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink, *pairs):

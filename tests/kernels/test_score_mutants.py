@@ -34,8 +34,18 @@ KERNEL_MUTANTS = {
         "m if PRESCALE else m * scale_log2, l, tl.load(sink_ptr)",
         1,
     ),
-    "rows without keys forget the sink": (LAUNCH, "                _scored().rows_of_sinks(lse", "                pass  # (lse", 1),
-    "rows of no sequence have a sink": (SCORED_LAUNCH, "torch.where(own, sink.unsqueeze(-1), -torch.inf)", "sink.unsqueeze(-1)", 1),
+    "rows without keys forget the sink": (
+        LAUNCH,
+        "                _scored().rows_of_sinks(lse",
+        "                pass  # (lse",
+        1,
+    ),
+    "rows of no sequence have a sink": (
+        SCORED_LAUNCH,
+        "torch.where(own, sink.unsqueeze(-1), -torch.inf)",
+        "sink.unsqueeze(-1)",
+        1,
+    ),
     "sink's gradient has the wrong sign": (SCORED_LAUNCH, "return -terms.masked_fill", "return terms.masked_fill", 1),
     "sink's gradient of the first sequence": (
         SCORED_LAUNCH,
