@@ -9,7 +9,7 @@ Layouts, alignment of masks, scale and returned values are that library's (`inte
     gradient of the LSE   honoured; there it is dropped
     ALiBi                 the returned LSE is that of the documented formula; that library may leave out a constant a row
     window, below -1      an error; there any negative number is no limit
-    pages                 of any size; there multiples of 256. With ALiBi, a soft-cap or padding on the left they are copied first
+    pages                 of any size; there multiples of 256. With ALiBi, a soft-cap or left padding they are copied first
     dropout               `Unsupported`, until there is one
 """
 

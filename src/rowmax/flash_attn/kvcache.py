@@ -5,7 +5,7 @@ left it is a packed tensor instead (`live`); pages, and the sequences that `cach
 takes the memory and the time of reading the whole cache once more.
 """
 
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -57,43 +57,96 @@ def flash_attn_with_kvcache(
         out `[B, Tq, H, D]`; with `return_softmax_lse` also lse `[B, H, Tq]`, fp32, +inf where a query sees no key.
     """
     q, k, v = rows(q, k, v)
-    _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     if not 0 <= num_splits <= MOST_SPLITS:
         raise ProblemError(f"num_splits must be in 0..{MOST_SPLITS}; got {num_splits}.")
-    batch, len_q = q.shape[:2]
-    table = block_table
-    if table is None:
-        sequence = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
-        table = sequence.to(torch.int32).unsqueeze(1)
-    room = table.shape[1] * k_cache.shape[1]
-    before = room if cache_seqlens is None else cache_seqlens
-    before = torch.full((batch,), before, dtype=torch.int32, device=q.device) if isinstance(before, int) else before
-    total = before
-    if k is not None and v is not None:
-        total = before + k.shape[1]
-        turned = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "interleaved": bool(rotary_interleaved)}
-        append_kv(k_cache, v_cache, k, v, table, total, **turned)
-        if rotary_cos is not None:
-            along = causal or tuple(window_size) != (-1, -1)
-            positions = before.unsqueeze(1) + torch.arange(len_q, device=q.device) * int(along)
-            at = positions.long().clamp(0, rotary_cos.shape[0] - 1)
-            q = rotate(q, rotary_cos[at], rotary_sin[at], interleaved=bool(rotary_interleaved))
-
     given = {"dropout_p": 0.0, "softmax_scale": softmax_scale, "causal": causal, "alibi_slopes": alibi_slopes}
     chosen: dict[str, Any] = options(q, **given, window_size=window_size, softcap=softcap)
-    if cache_leftpad is None and "softcap" not in chosen and "alibi_slopes" not in chosen:
-        chosen["num_splits"] = num_splits or None
-        out, lse = attention_paged(q, k_cache, v_cache, table, total, return_lse=True, **chosen)
-    else:
-        copied = block_table is not None or cache_batch_idx is not None
-        k_all, v_all = (gathered(t, table) if copied else t[:batch] for t in (k_cache, v_cache))
-        cu_q = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * len_q
-        out, lse = attend_cache(q.flatten(0, 1), cu_q, k_all, v_all, total, cache_leftpad, chosen, len_q)
-        out, lse = out.unflatten(0, (batch, len_q)), lse.unflatten(1, (batch, len_q)).transpose(0, 1)
+    along = bool(causal) or tuple(window_size) != (-1, -1)
+    rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved), along)
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    out, lse = attend_and_append(cache, q, k, v, rotary, num_splits, chosen)
     return (out, their_lse(lse)) if return_softmax_lse else out
 
 
-def _check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
+class Rotary(NamedTuple):
+    """Tables `[positions, pairs]`.
+
+    Attributes:
+        along: queries are at consecutive positions, not all at the first.
+        start: `[B]`, the first position of queries and new keys, if it is not the number of keys before.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+    along: bool
+    start: Optional[torch.Tensor] = None
+
+    def turned(self, x, begin, cu_seqlens, along: bool):
+        """x `[B, T, H, D]`, or packed with `cu_seqlens`, whose sequences begin at position `begin` `[B]`."""
+        if cu_seqlens is None:
+            positions = begin.unsqueeze(1) + torch.arange(x.shape[1], device=x.device) * int(along)
+        else:
+            rows = torch.arange(x.shape[0], device=x.device)
+            sequence = torch.searchsorted(cu_seqlens[1:], rows, right=True).clamp(max=max(begin.shape[0] - 1, 0))
+            positions = begin[sequence] + (rows - cu_seqlens[sequence]) * int(along)
+        at = positions.long().clamp(0, self.cos.shape[0] - 1)
+        return rotate(x, self.cos[at], self.sin[at], interleaved=self.interleaved)
+
+
+class Cache(NamedTuple):
+    """As the arguments of `flash_attn_with_kvcache`."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    seqlens: Optional[Union[int, torch.Tensor]]
+    batch_idx: Optional[torch.Tensor]
+    leftpad: Optional[torch.Tensor]
+    block_table: Optional[torch.Tensor]
+
+
+def attend_and_append(
+    cache: Cache, q, k, v, rotary: Optional[Rotary], num_splits: int, chosen: dict, cu_q=None, cu_new=None, max_seqlen_q=None
+):
+    """`(out, lse)`, -inf where a query sees no key; q and the new k, v dense, or packed with `cu_q`, `cu_new`."""
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    table = cache.block_table
+    if table is None:
+        sequence = torch.arange(batch, device=q.device) if cache.batch_idx is None else cache.batch_idx
+        table = sequence.to(torch.int32).unsqueeze(1)
+    before = table.shape[1] * cache.k.shape[1] if cache.seqlens is None else cache.seqlens
+    before = torch.full((batch,), before, dtype=torch.int32, device=q.device) if isinstance(before, int) else before
+    total = before
+    if k is not None and v is not None:
+        total = before + (k.shape[1] if cu_new is None else cu_new[1:] - cu_new[:-1])
+        turned: dict[str, Any] = {}
+        if rotary is not None and rotary.start is None:
+            turned = {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin, "interleaved": rotary.interleaved}
+        elif rotary is not None:
+            k = rotary.turned(k, rotary.start, cu_new, True)
+        append_kv(cache.k, cache.v, k, v, table, total, cu_seqlens=cu_new, **turned)
+    if rotary is not None:
+        q = rotary.turned(q, before if rotary.start is None else rotary.start, cu_q, rotary.along)
+    if cache.leftpad is None and "softcap" not in chosen and "alibi_slopes" not in chosen:
+        hints = {"cu_seqlens_q": cu_q, "max_seqlen_q": max_seqlen_q, "num_splits": num_splits or None}
+        return attention_paged(q, cache.k, cache.v, table, total, return_lse=True, **hints, **chosen)
+    copied = cache.block_table is not None or cache.batch_idx is not None
+    k_all, v_all = (gathered(t, table) if copied else t[:batch] for t in (cache.k, cache.v))
+    if cu_q is not None:
+        return attend_cache(q, cu_q, k_all, v_all, total, cache.leftpad, chosen, max_seqlen_q)
+    len_q = q.shape[1]
+    cu_q = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * len_q
+    out, lse = attend_cache(q.flatten(0, 1), cu_q, k_all, v_all, total, cache.leftpad, chosen, len_q)
+    return out.unflatten(0, (batch, len_q)), lse.unflatten(1, (batch, len_q)).transpose(0, 1)
+
+
+def check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table) -> None:
+    """Of dense queries.
+
+    Raises:
+        ProblemError: arguments that contradict each other, and new keys that do not fit: nothing was written then.
+    """
     if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
         raise ProblemError(
             f"q and the caches must have rank 4; got {list(q.shape)}, {list(k_cache.shape)}, {list(v_cache.shape)}."

@@ -1,7 +1,7 @@
 """Keys that live inside longer tensors: between padding on the left and room on the right, or in pages that are gathered first.
 
-A packed tensor takes any number of sequences, and one without queries costs nothing. So the keys of a sequence become three of
-them: padding, live keys, and the rest, of which the second alone has queries. Nothing is copied, but pages are.
+A packed tensor takes any number of sequences, and one without queries or keys costs nothing. So a sequence becomes four:
+padding; live keys, and the queries that see them; the rest of the keys; the rest of the queries. Pages alone are copied.
 """
 
 from typing import Optional
@@ -10,24 +10,37 @@ import torch
 
 from rowmax.api import attention_varlen
 
+PARTS = 4
 
-def attend_live(q, cu_seqlens_q, k, v, starts, ends, next_starts, chosen: dict, hints: tuple[Optional[int], Optional[int]]):
-    """`(out [Tq, H, Dv], lse [H, Tq])` of packed queries.
+
+def live_bounds(cu_seqlens_q, starts, ends, next_starts, ends_q=None) -> list[torch.Tensor]:
+    """`cu_seqlens` of queries and keys of the `PARTS` sequences that each sequence becomes.
 
     Args:
-        k, v: `[Tk, Hk, D]`.
         starts, ends: integers `[B]`: rows of k where the live keys of a sequence begin and end.
         next_starts: `[B]`: where the rows of the next sequence begin, at least `ends`.
-        chosen: keyword arguments of `attention_varlen`; hints: `max_seqlen_q`, `max_seqlen_k`.
+        ends_q: `[B]`: rows of q behind these, up to the next sequence, see nothing.
     """
     first, last = cu_seqlens_q[:-1], cu_seqlens_q[1:]
+    inner = last if ends_q is None else ends_q
     cu = []
-    for bounds in ((first, last, last), (starts, ends, next_starts)):
+    for bounds in ((first, inner, inner, last), (starts, ends, next_starts, next_starts)):
         cu.append(torch.nn.functional.pad(torch.stack([t.to(torch.int32) for t in bounds], 1).flatten(), (1, 0)))
+    return cu
+
+
+def attend_live(q, cu, k, v, chosen: dict, hints: tuple[Optional[int], Optional[int]], **options):
+    """`(out [Tq, H, Dv], lse [H, Tq])` of packed queries over the live keys of k, v `[Tk, Hk, D]`.
+
+    Args:
+        cu: of `live_bounds`.
+        chosen, options: keyword arguments of `attention_varlen`; hints: `max_seqlen_q`, `max_seqlen_k`.
+    """
     slopes = chosen.get("alibi_slopes")
     if slopes is not None and slopes.dim() == 2:
-        chosen = {**chosen, "alibi_slopes": slopes.repeat_interleave(3, 0)}
-    return attention_varlen(q, k, v, *cu, max_seqlen_q=hints[0], max_seqlen_k=hints[1], return_lse=True, **chosen)
+        chosen = {**chosen, "alibi_slopes": slopes.repeat_interleave(PARTS, 0)}
+    chosen = {**chosen, **options, "max_seqlen_q": hints[0], "max_seqlen_k": hints[1]}
+    return attention_varlen(q, k, v, *cu, return_lse=True, **chosen)
 
 
 def attend_cache(q, cu_seqlens_q, k_cache, v_cache, lengths, leftpad, chosen: dict, max_seqlen_q: Optional[int] = None):
@@ -38,7 +51,8 @@ def attend_cache(q, cu_seqlens_q, k_cache, v_cache, lengths, leftpad, chosen: di
     lengths = lengths.clamp(0, room)
     pad = torch.zeros_like(lengths) if leftpad is None else leftpad.clamp(min=0).minimum(lengths)
     k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    return attend_live(q, cu_seqlens_q, k, v, base + pad, base + lengths, base + room, chosen, (max_seqlen_q, room))
+    cu = live_bounds(cu_seqlens_q, base + pad, base + lengths, base + room)
+    return attend_live(q, cu, k, v, chosen, (max_seqlen_q, room))
 
 
 def gathered(pages: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from rowmax.flash_attn.arguments import (
     their_lse,
     window,
 )
-from rowmax.flash_attn.live import attend_cache, attend_live, gathered
+from rowmax.flash_attn.live import attend_cache, attend_live, gathered, live_bounds
 from rowmax.serving import attention_paged
 
 
@@ -83,8 +83,8 @@ def _flash_attn_varlen_forward(
         base, end = cu_seqlens_k[:-1], cu_seqlens_k[1:]
         ends = torch.minimum(base + lengths.clamp(min=0), end)
         starts = base if leftpad_k is None else torch.minimum(base + leftpad_k.clamp(min=0), ends)
-        hints = (length(max_seqlen_q), length(max_seqlen_k))
-        out, lse = attend_live(q, cu_seqlens_q, k, v, starts, ends, end, chosen, hints)
+        cu = live_bounds(cu_seqlens_q, starts, ends, end)
+        out, lse = attend_live(q, cu, k, v, chosen, (length(max_seqlen_q), length(max_seqlen_k)))
     else:
         hints = {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **hints, **chosen)
