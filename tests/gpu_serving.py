@@ -39,7 +39,13 @@ def _paged_cases(share: int):
         for case in paged_cases.CASES[share::SHARES]:
             for splits in {case.splits or None, None, 2, 7}:
                 report = paged.check_paged(
-                    case.problem, case.lengths, case.kind, num_splits=splits, heads_first=case.heads_first, device="cuda"
+                    *(case.problem, case.lengths, case.kind),
+                    **{
+                        "num_splits": splits,
+                        "heads_first": case.heads_first,
+                        "page_scales": case.page_scales,
+                        "device": "cuda",
+                    },
                 )
                 wrong += [] if report.ok else [f"splits {splits}: {report}"]
         assert not wrong, "\n".join(wrong)

@@ -20,10 +20,12 @@ class PagedCase(NamedTuple):
     kind: str = "normal"
     splits: int = 0
     heads_first: bool = False
+    page_scales: bool = False
 
     @property
     def id(self) -> str:
         words = (self.kind, f"splits{self.splits}" if self.splits else "", "hnd" if self.heads_first else "")
+        words = (*words, "scales of pages" if self.page_scales else "")
         return " ".join([str(self.problem), str(self.lengths), *(word for word in words if word and word != "normal")])
 
 
@@ -71,6 +73,8 @@ def _cases() -> list[PagedCase]:
         queries = int(text[1])
         for kind in ("normal", "spiky(3)"):
             add(f"b2 h4/2 {text} causal paged16 e4m3", [(queries, 75), (queries, 9)], kind, splits=2)
+    for page in (16, 5):
+        add(f"b2 h4/2 q2 k80 d64 fp16 causal paged{page} e4m3", [(2, 75), (2, 9)], "normal", splits=2, page_scales=True)
     add("b3 h4/2 q2 k0 d64 bf16 causal paged16", [(2, 0)] * 3)
     add("b0 h4/2 q0 k16 d64 bf16 causal packed paged16", [])
     add("b0 h4/2 q1 k16 d64 bf16 causal paged16", [])
@@ -95,8 +99,10 @@ LIES = {
 def lying(text: str, lengths, device="cpu", **lies):
     """Operands of a call whose lengths, ids or bounds are replaced."""
     problem = PagedProblem.parse(text)
-    given = paged.paged_operands(problem, lengths, device=device)[0]
-    garbage = dict(given._asdict(), k_pages=given.k_pages.nan_to_num(), v_pages=given.v_pages.nan_to_num())
+    given = paged.paged_operands(problem, lengths, device=device, page_scales=True)[0]
+    finite = {name: getattr(given, name) for name in ("k_pages", "v_pages", "k_scale", "v_scale")}
+    finite = {name: t if t is None else t.float().nan_to_num().to(t.dtype) for name, t in finite.items()}
+    garbage = dict(given._asdict(), **finite)
     for name, values in lies.items():
         garbage[name] = torch.tensor(values, dtype=torch.int32, device=device).expand_as(given._asdict()[name]).clone()
     return problem, type(given)(**garbage)

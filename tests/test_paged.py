@@ -24,7 +24,7 @@ def plan_of(case: paged_cases.PagedCase, backend: str) -> str:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", paged_cases.CASES, ids=lambda case: case.id)
 def test_case(case, backend):
-    options = {"num_splits": case.splits or None, "heads_first": case.heads_first}
+    options = {"num_splits": case.splits or None, "heads_first": case.heads_first, "page_scales": case.page_scales}
     report = paged.check_paged(case.problem, case.lengths, case.kind, plan=plan_of(case, backend), **options)
     assert report.ok, str(report)
 

@@ -19,6 +19,9 @@ import torch
 from rowmax.errors import ProblemError
 from rowmax.serving import append_kv, attention_paged
 
+E4M3 = torch.float8_e4m3fn
+ROOM = 2.0  # in pages of 8 bits: how much larger than the largest before it a later number may be, and is not cut off
+
 
 class CacheFull(RuntimeError):
     """There are too few free pages, sequences or columns for what was asked; nothing was changed."""
@@ -34,8 +37,14 @@ class Step(NamedTuple):
 
 
 class PagedKVCache:
-    """Attributes:
+    """Pages in 8 bits (`dtype=torch.float8_e4m3fn`) take half the memory. `append` divides keys and values by scales of their
+    page, and cuts off at 448 times it: a page's scale is set when its first token is written, so that the largest number of
+    the new tokens in it, of each head, becomes 224, half of what there is room for. Tokens that come to the page later may be
+    twice as large.
+
+    Attributes:
     k_pages, v_pages: `[layer, page, slot, H, D]`; `v_pages` is the first `dim_v` columns of `k_pages` where `latent`.
+    k_scale, v_scale: fp32 `[layer, page, H]` of pages in 8 bits, else None.
     free_pages: how many are free; page_size: tokens in each; max_length: tokens that a sequence may have.
     """
 
@@ -76,6 +85,11 @@ class PagedKVCache:
             if latent
             else torch.zeros(layers, pages, page_size, heads, dim_v, dtype=dtype, device=device)
         )
+        self.k_scale: Optional[torch.Tensor] = None
+        self.v_scale: Optional[torch.Tensor] = None
+        if dtype == E4M3:  # one row more, for tokens whose page has its scale already
+            self._scales = tuple(torch.ones(layers, pages + 1, heads, device=device) for _ in range(1 if latent else 2))
+            self.k_scale, self.v_scale = self._scales[0][:, :pages], self._scales[-1][:, :pages]
         columns = pages if max_length is None else min(-(-max_length // page_size), pages)
         self._table = torch.zeros(max_sequences, columns, dtype=torch.int32, device=device)
         self.max_length = columns * page_size if max_length is None else min(max_length, columns * page_size)
@@ -192,17 +206,28 @@ class PagedKVCache:
         """Write the new tokens of a step: k `[B, T, H, D]`, or packed `[T, H, D]` where the step has a number for each
         sequence; v alike (None if latent). Other arguments as for `append_kv`."""
         v_pages = None if self._latent else self.v_pages[layer]
+        if self.k_scale is not None:
+            for scale, x in zip(self._scales, (k, v), strict=False):  # one, of a latent cache
+                if x is not None:
+                    _set_scales(scale[layer], x, step, self.page_size)
         append_kv(
             *(self.k_pages[layer], v_pages, k, v, step.block_table, step.seqlens_k),
             cu_seqlens=step.cu_seqlens,
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
             interleaved=interleaved,
+            **self._scales_of(layer, self._latent),
         )
+
+    def _scales_of(self, layer: int, keys_alone: bool = False) -> dict:
+        if self.k_scale is None or self.v_scale is None:
+            return {}
+        return {"k_scale": self.k_scale[layer], "v_scale": None if keys_alone else self.v_scale[layer]}
 
     def attend(self, step: Step, q: torch.Tensor, *, layer: int = 0, **options):
         """`attention_paged` of the new tokens' queries, laid out as in `append`, over all tokens of their sequences."""
         tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k)
+        options = {**self._scales_of(layer), **options}
         return attention_paged(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
 
     def check(self) -> None:
@@ -287,5 +312,33 @@ class PagedKVCache:
             self.k_pages[:, new] = self.k_pages[:, old]
             if not self._latent:
                 self.v_pages[:, new] = self.v_pages[:, old]
+            for scale in () if self.k_scale is None else self._scales:
+                scale[:, new] = scale[:, old]
         table = self._table.index_select(0, where)
         return Step(table, seqlens, None if same else cu, max(counts, default=0))
+
+
+def _set_scales(scale: torch.Tensor, x: torch.Tensor, step: Step, size: int) -> None:
+    """Scales `[pages + 1, H]` of the pages whose first slot is among the new tokens x of a step; nothing is read back.
+
+    Rotation by position makes a number at most sqrt(2) times as large as the larger of its pair: less than ROOM.
+    """
+    if step.cu_seqlens is None:
+        batch, tokens = x.shape[0], x.shape[1] if x.dim() == 4 else 1
+        bounds = torch.arange(batch + 1, device=x.device) * tokens
+        x = x.reshape(batch * tokens, *x.shape[-2:])
+    else:
+        bounds = step.cu_seqlens.long()
+    if not x.shape[0]:
+        return
+    token = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(bounds, token, right=True).sub_(1).clamp_(0, len(bounds) - 2)
+    first = (step.seqlens_k - bounds.diff())[sequence]  # position of the sequence's first new token
+    position = first + token - bounds[sequence]
+    column = position // size
+    nobody = scale.shape[0] - 1
+    page = torch.where(column * size >= first, step.block_table[sequence, column], nobody).long()
+    largest = x.abs().amax(-1).float() * (ROOM / torch.finfo(E4M3).max)
+    largest = torch.where(largest > 0, largest, 1.0)
+    scale.index_fill_(0, page, 0.0)
+    scale.scatter_reduce_(0, page.unsqueeze(1).expand_as(largest), largest, "amax")

@@ -34,7 +34,7 @@ class PagedOperands(NamedTuple):
     block_table: Any  # tensor [B, pages of a sequence]
     seqlens_k: Any  # tensor [B]
     cu_seqlens_q: Optional[torch.Tensor] = None  # [B + 1]
-    k_scale: Optional[torch.Tensor] = None  # fp32 [Hk], of pages in 8 bits: keys are their numbers times this
+    k_scale: Optional[torch.Tensor] = None  # fp32 [Hk] or [page, Hk], of pages in 8 bits: keys are their numbers times this
     v_scale: Optional[torch.Tensor] = None
 
 
@@ -201,14 +201,20 @@ def _check_tensors(operands: PagedOperands) -> None:
             raise ProblemError(f"{name} belongs to pages in 8 bits (torch.float8_e4m3fn); got pages in {k.dtype}.")
         if (
             factors.dtype != torch.float32
-            or factors.shape != k.shape[2:3]
+            or factors.shape not in (k.shape[2:3], (k.shape[0], k.shape[2]))
             or factors.device != q.device
-            or factors.stride(0) != 1
+            or not factors.is_contiguous()
         ):
             raise ProblemError(
-                f"{name} must be torch.float32 [Hk], here [{k.shape[2]}], on {q.device}; got {factors.dtype} "
-                f"{list(factors.shape)} on {factors.device}."
+                f"{name} must be torch.float32 [Hk], here [{k.shape[2]}], or [page, Hk], here [{k.shape[0]}, {k.shape[2]}], "
+                f"contiguous on {q.device}; got {factors.dtype} {list(factors.shape)} with strides {factors.stride()} on "
+                f"{factors.device}."
             )
+    if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
+        raise ProblemError(
+            f"k_scale and v_scale must both be [Hk] or both [page, Hk]; got {list(k_scale.shape)} and {list(v_scale.shape)}. "
+            "Expand the smaller one: scale.expand(pages, -1).contiguous()."
+        )
     numbers = [("block_table", table, 2, "[B, pages of a sequence]"), ("seqlens_k", lengths, 1, "[B]")]
     numbers += [] if cu is None else [("cu_seqlens_q", cu, 1, "[B + 1]")]
     for name, tensor, rank, layout in numbers:
@@ -243,7 +249,9 @@ def check_values(problem: PagedProblem, operands: PagedOperands) -> None:
             )
         used = table[b, : -(-length // problem.page_size)]
         wrong = ((used < 0) | (used >= k.shape[0])).nonzero()
-        if len(wrong):
+        if not len(wrong):
+            _check_scales(operands, used.long())
+        else:
             column = int(wrong[0])
             raise ProblemError(
                 f"block_table[{b}, {column}] is {int(used[column])}, but there are pages 0 to {k.shape[0] - 1} "
@@ -251,6 +259,21 @@ def check_values(problem: PagedProblem, operands: PagedOperands) -> None:
             )
     if cu is not None:
         check_bounds(cu, q.shape[0])
+
+
+def _check_scales(operands: PagedOperands, used: torch.Tensor) -> None:
+    """Of the pages that a sequence uses."""
+    for name, scale in (("k_scale", operands.k_scale), ("v_scale", operands.v_scale)):
+        if scale is None:
+            continue
+        mine = scale if scale.dim() == 1 else scale[used]
+        wrong = (~(mine > 0) | mine.isinf()).nonzero()
+        if len(wrong):
+            place = [int(i) for i in wrong[0]]
+            value = float(mine[tuple(place)])
+            if scale.dim() == 2:
+                place[0] = int(used[place[0]])
+            raise ProblemError(f"{name}[{', '.join(map(str, place))}] is {value}; scales are positive and finite.")
 
 
 def check_bounds(cu: torch.Tensor, rows: int) -> None:
@@ -302,6 +325,41 @@ def check_append(operands: AppendOperands) -> None:
             )
         if not angle.is_floating_point() or angle.device != k.device or angle.stride(-1) != 1:
             raise ProblemError(f"{name} must hold floating-point numbers on {k.device}, rows without gaps; got {angle.dtype}.")
+
+
+def places(operands: AppendOperands) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(position, page)` of each new token. Only for lengths, table and bounds on the CPU.
+
+    Raises:
+        ProblemError: a token has no place; names the sequence.
+    """
+    k_pages, _, k, _, table, lengths, cu, cos, *_ = operands
+    size, columns = k_pages.shape[1], table.shape[1]
+    if cu is None:
+        counts = torch.full_like(lengths, 1 if k.dim() == 3 else k.shape[1])
+    else:
+        check_bounds(cu, k.shape[0])
+        counts = cu.diff()
+    for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+        if count and not count <= length <= columns * size:
+            raise ProblemError(
+                f"seqlens_k[{b}] is {length} with {count} new tokens; the block table has room for {columns * size} "
+                f"({columns} pages of {size})."
+            )
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts.long())
+    place = torch.arange(len(sequence)) - (counts.cumsum(0) - counts).long()[sequence]
+    position = (lengths - counts).long()[sequence] + place
+    page = table[sequence, position // size].long()
+    wrong = ((page < 0) | (page >= k_pages.shape[0])).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise ProblemError(
+            f"block_table[{int(sequence[at])}, {int(position[at]) // size}] is {int(page[at])}, but there are pages 0 to "
+            f"{k_pages.shape[0] - 1}."
+        )
+    if cos is not None and len(position) and int(position.max()) >= cos.shape[0]:
+        raise ProblemError(f"rotary_cos has {cos.shape[0]} positions; a token is at {int(position.max())}.")
+    return position, page
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:

@@ -22,7 +22,7 @@ from rowmax.ops_paged import (
     run_kept,
     shapes_of,
 )
-from rowmax.paged import PagedOperands, check_values
+from rowmax.paged import AppendOperands, PagedOperands, check_append, check_values, places
 from rowmax.plan import Plan
 
 
@@ -63,8 +63,8 @@ def attention_paged(
             sequence does not reach may hold anything.
         seqlens_k: int32 or int64 `[B]`: keys of each sequence, those of the new tokens included, which must be in the cache.
         cu_seqlens_q: int32 or int64 `[B + 1]`, as for `attention_varlen`.
-        k_scale, v_scale: fp32 `[Hk]`, of pages in 8 bits (`torch.float8_e4m3fn`, q in fp16 or bf16): keys and values are the
-            pages' numbers times their head's scale. `None` is 1.
+        k_scale, v_scale: fp32 `[Hk]` or `[page, Hk]`, of pages in 8 bits (`torch.float8_e4m3fn`, q in fp16 or bf16): keys and
+            values are the pages' numbers times the scale of their head, or of their page and head. `None` is 1.
         max_seqlen_q: hint for the tile; the result does not depend on it.
         causal: the last query sees the last key, the one before it one key less.
         window: `(left, right)` around that diagonal, as for `attention`.
@@ -222,6 +222,7 @@ def append_kv(
     interleaved: bool = False,
     k_scale: Optional[torch.Tensor] = None,
     v_scale: Optional[torch.Tensor] = None,
+    debug: bool = False,
 ) -> None:
     """Write the keys and values of new tokens into the pages of their sequences, in place.
 
@@ -235,6 +236,9 @@ def append_kv(
         k_scale, v_scale: as for `attention_paged`: into pages in 8 bits go k and v divided by them, at most 448 in size.
         interleaved: pairs are columns (2i, 2i + 1) instead of (i, pairs + i).
 
+        debug: check lengths, ids and bounds as on the CPU before anything is written, and name the entry that is wrong. Copies
+            them to the host and waits.
+
     A token whose place is outside of the table, or in a page that is not there, is not written; on the CPU it is an error.
     Never reads lengths or tables back from a GPU.
 
@@ -244,6 +248,11 @@ def append_kv(
     for name, tensor in {"k_pages": k_pages, "k": k, "block_table": block_table, "seqlens_k": seqlens_k}.items():
         if not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    if debug:
+        operands = AppendOperands(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin)
+        check_append(operands)
+        cu = None if cu_seqlens is None else cu_seqlens.cpu()
+        places(operands._replace(block_table=block_table.cpu(), seqlens_k=seqlens_k.cpu(), cu_seqlens=cu))
     APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin, k_scale, v_scale, interleaved)
 
 

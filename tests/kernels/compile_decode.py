@@ -28,13 +28,16 @@ def calls(problem: Problem, device: Device):
         table = torch.zeros(problem.batch, problem.len_k // problem.page_size, dtype=torch.int32)
         lengths = torch.zeros(problem.batch, dtype=torch.int32)
         cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
-    k = torch.empty(*rows, problem.heads_k, problem.dim_qk, dtype=problem.dtype)
+    eight_bits = isinstance(problem, PagedProblem) and problem.eight_bits
+    stored = torch.float8_e4m3fn if eight_bits else problem.dtype
+    k = torch.empty(*rows, problem.heads_k, problem.dim_qk, dtype=stored)
     latent = problem.dim_qk > 256
-    v = k[..., : problem.dim_v] if latent else torch.empty(*rows, problem.heads_k, problem.dim_v, dtype=problem.dtype)
+    v = k[..., : problem.dim_v] if latent else torch.empty(*rows, problem.heads_k, problem.dim_v, dtype=stored)
+    scales = (torch.empty(rows[0], problem.heads_k),) * 2 if eight_bits else (None, None)
     tile = plan(problem, device, prefer="split_kv").tiles[0]
     elements = decode_launch.part_elements(problem, tile)
     parts = torch.empty(elements) if elements else None
-    operands = PagedOperands(q, k, v, table, lengths, cu)
+    operands = PagedOperands(q, k, v, table, lengths, cu, *scales)
     return decode_launch.calls(problem, operands, tile, out, None, parts, early=device.capability >= (9, 0))
 
 

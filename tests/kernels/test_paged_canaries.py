@@ -31,6 +31,14 @@ def test_lies_touch_nothing_outside(lies, parts):
         assert torch.equal(one.nan_to_num(nan=7.25), other.nan_to_num(nan=7.25)), "memory outside the tensors was read"
 
 
+def test_lies_about_pages_in_8_bits_touch_nothing_outside():
+    """Each page has scales of its own, which are found by its id, too."""
+    problem, operands = paged_cases.lying(TEXT.replace("fp32", "fp16") + " e4m3", LENGTHS, **paged_cases.LIES["everything"])
+    results = [canaries.run_guarded_paged(problem, operands, "split_kv[16x16 w4 s2 p4]", filler) for filler in (400.0, -400.0)]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(nan=7.25), other.nan_to_num(nan=7.25)), "memory outside the tensors was read"
+
+
 @pytest.mark.parametrize(("parts", "heads_first"), [("x1", True), ("x3", False), ("p4", True)])
 def test_neighbours_of_a_good_call_are_left_alone(parts, heads_first):
     """And the results are right, though every slot that no key lies in holds NaN."""

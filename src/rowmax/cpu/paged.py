@@ -6,9 +6,8 @@ Memory is that of the longest sequence. Pages behind a sequence's length are not
 import torch
 
 from rowmax import cpu
-from rowmax.errors import ProblemError
 from rowmax.mask import end_key, first_key
-from rowmax.paged import E4M3, MOST_E4M3, AppendOperands, PagedOperands, PagedProblem, check_bounds, check_values, rotate
+from rowmax.paged import E4M3, MOST_E4M3, AppendOperands, PagedOperands, PagedProblem, check_values, places, rotate
 from rowmax.plan import Plan
 from rowmax.problem import Operands
 
@@ -30,7 +29,10 @@ def forward(problem: PagedProblem, operands: PagedOperands, plan: Plan, need_lse
         ids = table[b, : -(-keys // problem.page_size)].long()
         one_k, one_v = (_gathered(t, ids, keys) for t in (k, v))
         if problem.eight_bits:  # exact in fp32
-            one_q, one_k, one_v = one_q.float(), _dequantised(one_k, k_scale), _dequantised(one_v, v_scale)
+            one_q, one_k, one_v = (
+                one_q.float(),
+                *(_dequantised(t, factors, ids, problem.page_size) for t, factors in ((one_k, k_scale), (one_v, v_scale))),
+            )
         if problem.batch_invariant:
             result, result_lse = _one_by_one(problem, one_q[0], one_k[0], one_v[0], need_lse)
             one_out.copy_(result[None])
@@ -92,46 +94,32 @@ def append(operands: AppendOperands, interleaved: bool) -> None:
     Raises:
         ProblemError: a token has no place; names the sequence. Nothing is written then.
     """
-    k_pages, v_pages, k, v, table, lengths, cu, cos, sin, k_scale, v_scale = operands
-    size, columns = k_pages.shape[1], table.shape[1]
+    k_pages, v_pages, k, v, _, _, cu, cos, sin, k_scale, v_scale = operands
+    size = k_pages.shape[1]
+    position, page = places(operands)
     if cu is None:
-        counts = torch.full_like(lengths, 1 if k.dim() == 3 else k.shape[1])
         k, v = k.reshape(-1, *k.shape[-2:]), None if v is None else v.reshape(-1, *v.shape[-2:])
     else:
-        check_bounds(cu, k.shape[0])
-        counts = cu.diff()
         k, v = k[: int(cu[-1])], None if v is None else v[: int(cu[-1])]
-    for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
-        if count and not count <= length <= columns * size:
-            raise ProblemError(
-                f"seqlens_k[{b}] is {length} with {count} new tokens; the block table has room for {columns * size} "
-                f"({columns} pages of {size})."
-            )
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts.long())
-    place = torch.arange(len(sequence)) - (counts.cumsum(0) - counts).long()[sequence]
-    position = (lengths - counts).long()[sequence] + place
-    page = table[sequence, position // size].long()
-    wrong = ((page < 0) | (page >= k_pages.shape[0])).nonzero()
-    if len(wrong):
-        at = int(wrong[0])
-        raise ProblemError(
-            f"block_table[{int(sequence[at])}, {int(position[at]) // size}] is {int(page[at])}, but there are pages 0 to "
-            f"{k_pages.shape[0] - 1}."
-        )
     if cos is not None and sin is not None:
-        if len(position) and int(position.max()) >= cos.shape[0]:
-            raise ProblemError(f"rotary_cos has {cos.shape[0]} positions; a token is at {int(position.max())}.")
         k = rotate(k, cos[position], sin[position], interleaved=interleaved)
-    k_pages[page, position % size] = _quantised(k, k_scale) if k_pages.dtype == E4M3 else k
+    k_pages[page, position % size] = _quantised(k, k_scale, page) if k_pages.dtype == E4M3 else k
     if v is not None and v_pages is not None:
-        v_pages[page, position % size] = _quantised(v, v_scale) if v_pages.dtype == E4M3 else v
+        v_pages[page, position % size] = _quantised(v, v_scale, page) if v_pages.dtype == E4M3 else v
 
 
-def _quantised(x: torch.Tensor, scale) -> torch.Tensor:
-    """`[T, H, D]` in 8 bits; what is too large for them becomes the largest number."""
-    x = x.float() if scale is None else x.float() / scale[:, None]
+def _quantised(x: torch.Tensor, scale, page: torch.Tensor) -> torch.Tensor:
+    """`[T, H, D]` in 8 bits, of tokens in these pages; what is too large for them becomes the largest number."""
+    x = x.float()
+    if scale is not None:
+        x = x / (scale if scale.dim() == 1 else scale[page]).unsqueeze(-1)
     return x.clamp(-MOST_E4M3, MOST_E4M3).to(E4M3)
 
 
-def _dequantised(x: torch.Tensor, scale) -> torch.Tensor:
-    return x.float() if scale is None else x.float() * scale[:, None]
+def _dequantised(x: torch.Tensor, scale, ids: torch.Tensor, page_size: int) -> torch.Tensor:
+    """`[1, keys, H, D]` of a sequence with these pages."""
+    if scale is None:
+        return x.float()
+    if scale.dim() == 2:
+        scale = scale[ids].repeat_interleave(page_size, 0)[: x.shape[1]]
+    return x.float() * scale.unsqueeze(-1)

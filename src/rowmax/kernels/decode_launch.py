@@ -91,6 +91,7 @@ def calls(
         *(part_rows(problem, tile), *shape),
         *(page_size if page_size <= LARGE_PAGE else -math.gcd(page_size, LARGE_PAGE), shared, several),
         *(least_turns(tile.block_n), batch_block, fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
+        _by_page(k_scale, v_scale),
     )
     # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
     tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale)
@@ -115,6 +116,10 @@ def _row_strides(tensor: torch.Tensor, problem: Problem) -> tuple[int, int, int]
     if tensor.dim() == 3 and not problem.packed:
         return tensor.stride(0), 0, tensor.stride(1)
     return _strides(tensor)
+
+
+def _by_page(*scales: Optional[torch.Tensor]) -> bool:
+    return any(scale is not None and scale.dim() == 2 for scale in scales)
 
 
 def _first_columns(v: torch.Tensor, k: torch.Tensor) -> bool:
@@ -248,7 +253,7 @@ def append_call(operands: AppendOperands, interleaved: bool) -> Call:
         *(*(0 if angle is None else angle.stride(0) for angle in (cos, sin)), lengths.shape[0]),
         *(heads, k.shape[0] if packed else k.shape[1], table.shape[1], k_pages.shape[0], k_pages.shape[1]),
         *(0 if cos is None else cos.shape[0], dim, dim_v, _padded(dim), _padded(dim_v)),
-        *(1 if cos is None else cos.shape[1], interleaved, MOST_E4M3),
+        *(1 if cos is None else cos.shape[1], interleaved, MOST_E4M3, _by_page(k_scale, v_scale)),
     )
     tensors = (k, v, k_pages, v_pages, table, lengths, cu, cos, sin, k_scale, v_scale)
     return Call(append_kernel, rows * heads, tensors, numbers, Tile(1, 1, 1, 1))

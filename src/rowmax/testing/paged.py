@@ -32,6 +32,7 @@ def paged_operands(
     device: "str | torch.device" = "cpu",
     heads_first: bool = False,
     ids: torch.dtype = torch.int32,
+    page_scales: bool = False,
 ) -> tuple[PagedOperands, PagedProblem, Operands]:
     """`(operands of the call, packed problem, operands of the packed problem)`.
 
@@ -40,17 +41,11 @@ def paged_operands(
         kind, seed: of `testing.operands`.
         heads_first: pages are stored `[page, H, slot, D]`.
         ids: type of the block table and the lengths.
+        page_scales: of pages in 8 bits: each has scales of its own.
     """
     queries, keys = (sum(pair[i] for pair in lengths) for i in (0, 1))
     flat: Any = problem.with_(packed=True, len_q=max(queries, problem.len_q if problem.packed else 0), len_k=keys)
     packed = operands(flat, kind, seed=seed, device=device, lengths=lengths)
-    scales: tuple = (None, None)
-    stored = [packed.k, packed.v]
-    if problem.eight_bits:  # powers of two, so that what the pages stand for is exact in 16 bits
-        scales = tuple(2.0 ** (torch.arange(problem.heads_k, device=device) % 3 - first) for first in (3, 2))
-        stored = [(t.float() / scale[:, None]).to(E4M3) for t, scale in zip(stored, scales, strict=True)]
-        meant = [(t.float() * scale[:, None]).to(problem.dtype) for t, scale in zip(stored, scales, strict=True)]
-        packed = packed._replace(k=meant[0], v=meant[1])
     generator = torch.Generator().manual_seed(seed)
     size, columns = problem.page_size, problem.len_k // problem.page_size
     used = [-(-length // size) for _, length in lengths]
@@ -64,6 +59,20 @@ def paged_operands(
         slots.append(order[first : first + count][j // size] * size + j % size)
         first += count
     where = torch.cat([*slots, torch.zeros(0, dtype=torch.long)]).to(device)
+    scales: tuple = (None, None)
+    stored = [packed.k, packed.v]
+    if problem.eight_bits:  # powers of two, so that what the pages stand for is exact in 16 bits
+        heads = torch.arange(problem.heads_k, device=device)
+        if page_scales:
+            heads = heads + torch.arange(len(order), device=device)[:, None]
+        scales = tuple(2.0 ** (heads % 3 - first) for first in (3, 2))
+        if page_scales:
+            for scale in scales:  # of pages of nobody
+                scale[torch.bincount(where // size, minlength=len(order)) == 0] = math.nan
+        mine = [scale[where // size] if page_scales else scale for scale in scales]
+        stored = [(t[:keys].float() / scale[..., None]).to(E4M3) for t, scale in zip(stored, mine, strict=True)]
+        meant = [(t.float() * scale[..., None]).to(problem.dtype) for t, scale in zip(stored, mine, strict=True)]
+        packed = packed._replace(k=meant[0], v=meant[1])
     pages = []
     for dense in stored:
         memory = torch.full((len(order) * size, *dense.shape[1:]), math.nan, device=device).to(dense.dtype)

@@ -19,11 +19,11 @@ def append_kernel(
     k_pages, v_pages,  # [page, slot, Hk, D]
     table_ptr, seqlens_ptr, cu_seqlens,  # [B, columns], [B], [B + 1] or None
     cos_ptr, sin_ptr,  # [positions, PAIRS]; None: no rotation
-    k_scale_ptr, v_scale_ptr,  # fp32 [Hk], of pages in 8 bits: what their numbers are to be multiplied by; None: nothing
+    k_scale_ptr, v_scale_ptr,  # fp32 [Hk] or [page, Hk], of pages in 8 bits: what these are to be multiplied by; None: 1
     k_strides, v_strides, k_page_strides, v_page_strides,  # (batch or page, row, head)
     table_stride, cos_stride, sin_stride, batch, heads, tokens, columns, pages, page_size, positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, MOST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, MOST: tl.constexpr, BY_PAGE: tl.constexpr,
 ):  # fmt: skip
     """One program for a token of one head. `tokens`: of each sequence, or packed of all. What would lie outside of the table or
     the pages is not written."""
@@ -55,6 +55,9 @@ def append_kernel(
     if (page < 0) | (page >= pages):
         return
     slot = position % page_size
+    scale = head
+    if BY_PAGE:
+        scale += page * heads
 
     first = b64 if cu_seqlens is None else b64 * 0
     row = (place if cu_seqlens is None else row).to(tl.int64)
@@ -77,7 +80,7 @@ def append_kernel(
         partner = tl.load(k_row + other, mask=turned, other=0.0).to(tl.float32)
         k = tl.where(turned, k.to(tl.float32) * cos + tl.where(second, partner, -partner) * sin, k.to(tl.float32))
     if k_scale_ptr is not None:
-        k = k.to(tl.float32) / tl.load(k_scale_ptr + head)
+        k = k.to(tl.float32) / tl.load(k_scale_ptr + scale)
     if k_pages.dtype.element_ty == tl.float8e4nv:
         k = clamp(k.to(tl.float32), -MOST, MOST)
     to = k_pages + page * k_page_strides[0] + slot * k_page_strides[1] + head * k_page_strides[2]
@@ -87,7 +90,7 @@ def append_kernel(
         v_row = v_ptr + first * v_strides[0] + row * v_strides[1] + head * v_strides[2]
         v = tl.load(v_row + dims_v, mask=dims_v < DIM_V, other=0.0)
         if v_scale_ptr is not None:
-            v = v.to(tl.float32) / tl.load(v_scale_ptr + head)
+            v = v.to(tl.float32) / tl.load(v_scale_ptr + scale)
         if v_pages.dtype.element_ty == tl.float8e4nv:
             v = clamp(v.to(tl.float32), -MOST, MOST)
         to = v_pages + page * v_page_strides[0] + slot * v_page_strides[1] + head * v_page_strides[2]

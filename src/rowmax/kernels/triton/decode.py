@@ -39,6 +39,15 @@ def key_offsets(ids, col, strides, page_size, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
+def scales_of(scales, ids, there, heads_k, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a tile's numbers are to be multiplied by, page by page: one number, or `[1, BLOCK_N]`."""
+    if PAGE % BLOCK_N == 0:
+        return tl.load(scales + ids * heads_k)
+    else:
+        return tl.load(scales + ids * heads_k, mask=there, other=1.0)[None, :]
+
+
+@triton.jit
 def load_rows(base, offsets, there, FIRST: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """Columns `[FIRST, FIRST + COLS)` of rows at `offsets`; 0 where not `there` and from DIM on."""
     dims = FIRST + tl.arange(0, COLS)
@@ -52,12 +61,13 @@ def load_rows(base, offsets, there, FIRST: tl.constexpr, DIM: tl.constexpr, COLS
 @triton.jit
 def _walk(
     acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2,
-    pages, page_size,
+    pages, page_size, k_scales, v_scales, heads_k,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys `[low, high)`, counted from `start`. Page ids are loaded in the turn that needs them, by its place in the
     source: Triton then pipelines them ahead of the keys. Carried over from the turn before, they keep it from pipelining any.
+    `k_scales`, `v_scales`: None, or of each page, `heads_k` apart.
     """
     for turn in tl.range(low, high, num_stages=STAGES):
         col = start + turn * BLOCK_N
@@ -73,9 +83,13 @@ def _walk(
         if BLOCK_D2:
             k2 = load_rows(k_base, k_rows, there, BLOCK_D, DIM, BLOCK_D2).to(q.dtype)
             s = tl.dot(q2, k2.T, s, input_precision="ieee")
+        if k_scales is not None:
+            s *= scales_of(k_scales, ids, there, heads_k, PAGE, BLOCK_N)
         seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
         s = tl.where(seen, s * scale_log2, float("-inf"))
         p, m, l, alpha = online_step(s, m, l, 1.0)
+        if v_scales is not None:
+            p *= scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N)
         acc = acc * alpha[:, None]
         if SHARED:
             v = k
@@ -91,7 +105,7 @@ def _walk(
 @triton.jit
 def _part(
     q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2, pages,
-    page_size,
+    page_size, k_scales, v_scales, heads_k,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, SEVERAL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -102,7 +116,7 @@ def _part(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, m, l = _walk(
         acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band,
-        scale_log2, pages, page_size,
+        scale_log2, pages, page_size, k_scales, v_scales, heads_k,
         DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, False, STAGES,
     )  # fmt: skip
     if SEVERAL:
@@ -114,7 +128,7 @@ def _part(
             small: tl.constexpr = BLOCK_N // few
             acc, m, l = _walk(
                 acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
-                keys, shift, band, scale_log2, pages, page_size,
+                keys, shift, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k,
                 DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
             )  # fmt: skip
     return acc, m, l
@@ -128,19 +142,19 @@ def decode_kernel(
     lse_ptr,  # fp32 [B, Hq, T] or [Hq, T]; None: not wanted
     part_ptr,  # fp32, acc [slots, part_rows, DIM_V], then m, then l [slots, part_rows]; None: every item has one part
     table_ptr, seqlens_k, cu_seqlens_q,  # [B, columns], [B], [B + 1]; None: dense
-    k_scale_ptr, v_scale_ptr,  # fp32 [Hk]: what keys and values are to be multiplied by; None: nothing
+    k_scale_ptr, v_scale_ptr,  # fp32 [Hk], or [page, Hk]: what keys and values are to be multiplied by; None: nothing
     q_strides, k_strides, v_strides, o_strides,  # (batch or page, row, head)
     table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, page_size, parts, slots, part_rows,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
     SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, BY_PAGE: tl.constexpr,
 ):  # fmt: skip
     """`PAGE`: slots of a page; 0: none; below 0, of large pages, what divides both their size and BLOCK_N, so that one build
     serves all sizes. `BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k.
     `SEVERAL`: a row tile may hold queries that see different keys. `FIXED`: tiles of keys in every part, so that a sequence has
     the same parts whatever else there is; without memory for partial results a program takes all parts of its rows in turn.
-    `EARLY`: the combine kernel may be launched before this one has ended."""
+    `EARLY`: the combine kernel may be launched before this one has ended. `BY_PAGE`: each page has scales of its own."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     b, tile, head, part, here, slot = find_part(
@@ -182,7 +196,14 @@ def decode_kernel(
     if BLOCK_D2:
         q2 = load_rows(q_base, q_rows, real, BLOCK_D, DIM, BLOCK_D2)
     of_head = tl.cast(head, tl.int64)
-    if k_scale_ptr is not None:
+    k_scales = None
+    v_scales = None
+    if BY_PAGE:
+        if k_scale_ptr is not None:
+            k_scales = k_scale_ptr + head
+        if v_scale_ptr is not None:
+            v_scales = v_scale_ptr + head
+    elif k_scale_ptr is not None:
         scale_log2 *= tl.load(k_scale_ptr + head)
     k_base = k_ptr + of_head * k_strides[2]
     v_base = v_ptr + of_head * v_strides[2]
@@ -202,18 +223,19 @@ def decode_kernel(
             high = tl.minimum((number + 1) * FIXED - start // BLOCK_N, turns)
             acc_j, m_j, l_j = _part(
                 q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-                keys - queries, band, scale_log2, pages, page_size,
+                keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k,
                 DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
             )  # fmt: skip
             acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
     else:
         acc, m, l = _part(
             q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-            keys - queries, band, scale_log2, pages, page_size,
+            keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k,
             DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
         )  # fmt: skip
-    if v_scale_ptr is not None:
-        acc *= tl.load(v_scale_ptr + head)
+    if not BY_PAGE:
+        if v_scale_ptr is not None:
+            acc *= tl.load(v_scale_ptr + head)
     dims = tl.arange(0, BLOCK_DV)
     if part_ptr is not None:
         if here > 1:
