@@ -1,12 +1,16 @@
 """The generations side by side, and the model of `rowmax explain` against measurements.
 
     python benchmarks/generations.py                     # on a GPU, about a minute: times, checks, writes rows, reports
+    python benchmarks/generations.py --draw 0            # only the generations: FlashAttention-2 against 1, half a minute
     python benchmarks/generations.py --report FILE...    # anywhere: what the model says of the rows in results files
 
-Two lists. FlashAttention-1's loop order (`kv_outer`), scores in memory (`dense`) and FlashAttention-2's (`q_outer`) at 1, 8 and
-128 heads and 4k and 16k tokens. And problems drawn at random from a seed: prefill, decode, packed and windows, head dims 64 to
-256, 1 to 512 heads, 128 to 128k keys, each by the plan that runs and by `q_outer`. Constants of the model may be fitted to the
-rows of any seed but `REPORTED`, from which the error is reported. Rows are those of `run.py`, and are checked as there.
+Two lists. At 1, 8 and 128 heads and 4k and 16k tokens FlashAttention-1's loop order (`kv_outer`), scores in memory (`dense`),
+FlashAttention-2's (`q_outer`), warps that share rows or columns (`warp_split`), and FlashAttention-3 (`hopper`). Asked for is
+that 2 is 1.9 times as fast as 1 with 128 heads and 20 times with one, and that the model predicts both within 25%.
+
+And problems drawn at random from a seed: prefill, decode, packed and windows, head dims 64 to 256, 1 to 512 heads, 128 to 128k
+keys, each by the plan that runs and by `q_outer`. Constants of the model may be fitted to the rows of any seed but `REPORTED`,
+from which the error is reported. Rows are those of `run.py`, and are checked as there.
 """
 
 import argparse
@@ -17,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -32,20 +36,32 @@ from rowmax.problem import Problem
 from shapes import FORWARD, lengths
 
 REPORTED = 1  # the seed
-GENERATIONS = ("kv_outer", "dense", "q_outer")
+WARPS = tuple(f"warp_split[64x64 w4 s2 {share}]" for share in ("rows", "columns"))
+GENERATIONS = ("kv_outer", "dense", "q_outer", *WARPS, "hopper")
+ASKED = {1: 20.0, 128: 1.9}  # heads -> how many times as fast FlashAttention-2 is to be
+RATIO_OFF = 0.25  # that the model may be off
 DENSE_BYTES = 60e9  # of S and P: more are not tried
 LONGEST_S, LARGEST_BYTES = 0.02, 4e9  # of a drawn problem, by the model; and of its tensors
 
 
-def generation_jobs() -> list[tuple[Problem, list[str]]]:
-    """`(problem, plans)`: where the two loop orders are to be compared."""
+def generation_jobs(device: Device) -> list[tuple[Problem, list[str]]]:
+    """`(problem, plans)`: where the two loop orders are to be compared, by those that run on the device."""
     found = []
     for tokens in (4096, 16384):
         for heads in (1, 8, 128):
             problem = Problem.parse(f"b1 h{heads} q{tokens} k{tokens} d64 bf16")
             scores = 6 * heads * tokens * tokens
-            found.append((problem, [name for name in GENERATIONS if name != "dense" or scores <= DENSE_BYTES]))
+            names = [name for name in GENERATIONS if name != "dense" or scores <= DENSE_BYTES]
+            found.append((problem, [name for name in names if _runs(problem, device, name)]))
     return found
+
+
+def _runs(problem: Problem, device: Device, name: str) -> bool:
+    try:
+        plan(problem, device, prefer=name)
+    except Unsupported:
+        return False
+    return True
 
 
 def draw(seed: int, number: int, device: Device) -> list[tuple[Problem, list[str]]]:
@@ -118,7 +134,8 @@ def report(rows: list[dict], *, every: bool = False) -> None:
     for row, prediction in compared(rows):
         error = prediction.seconds * 1e3 / row["ms"] - 1
         errors.setdefault(prediction.plan.algorithm, []).append(error)
-        times.setdefault(row["problem"], {})[prediction.plan.algorithm] = (row["ms"], prediction.seconds * 1e3)
+        name = str(prediction.plan) if prediction.plan.algorithm == "warp_split" else prediction.plan.algorithm
+        times.setdefault(row["problem"], {})[name] = (row["ms"], prediction.seconds * 1e3)
         if every:
             print(f"{error:+7.1%} {row['ms']:10.4f} ms  {prediction.verdict:<12} {row['problem']}  {row['plan']}")
     print(f"{'':<10} {'rows':>5} {'median':>7} {'<=15%':>6} {'<=25%':>6} {'<=30%':>6} {'worst':>7}")
@@ -126,10 +143,48 @@ def report(rows: list[dict], *, every: bool = False) -> None:
         shares = [sum(abs(error) <= most for error in found) / len(found) for most in (0.15, 0.25, 0.30)]
         middle, worst = statistics.median(map(abs, found)), max(found, key=abs)
         print(f"{name:<10} {len(found):>5} {middle:>7.1%} " + " ".join(f"{one:>6.0%}" for one in shares) + f" {worst:>+7.0%}")
-    for problem, found in times.items():
-        if {"kv_outer", "q_outer"} <= set(found):
-            measured, predicted = (found["kv_outer"][i] / found["q_outer"][i] for i in (0, 1))
-            print(f"{problem}: kv_outer takes {measured:.3g} times as long as q_outer (model: {predicted:.3g})")
+    print_ratios(ratios(times, "kv_outer", "q_outer"), "FlashAttention-2 (q_outer) against 1 (kv_outer)", ASKED)
+    print_ratios(ratios(times, WARPS[1], WARPS[0]), "split-Q (rows) against split-K/V (columns)", {})
+
+
+class Ratio(NamedTuple):
+    """Times of two plans for one problem, in ms, and what the model makes of them."""
+
+    problem: Problem
+    slow_ms: float
+    fast_ms: float
+    model: float
+
+    @property
+    def measured(self) -> float:
+        return self.slow_ms / self.fast_ms
+
+
+def ratios(times: dict[str, dict[str, tuple[float, float]]], slow: str, fast: str) -> list[Ratio]:
+    """`times`: problem -> plan -> (measured, predicted) ms."""
+    return [
+        Ratio(Problem.parse(text), found[slow][0], found[fast][0], found[slow][1] / found[fast][1])
+        for text, found in times.items()
+        if {slow, fast} <= set(found)
+    ]
+
+
+def print_ratios(found: list[Ratio], title: str, asked: dict[int, float]) -> None:
+    """A table, with what was asked for, by heads, and whether it holds."""
+    if not found:
+        return
+    print(
+        f"{title}: times as fast\n{'heads':>6} {'tokens':>7} {'slow ms':>9} {'fast ms':>9} {'ratio':>7} {'model':>7} {'off':>5}"
+    )
+    for one in found:
+        off, heads = one.model / one.measured - 1, one.problem.heads_q * one.problem.batch
+        least = asked.get(heads)
+        said = "" if least is None else f"  asked {least:g}: {'holds' if one.measured >= least else 'FAILS'}"
+        said += "" if abs(off) <= RATIO_OFF else f"  the model is more than {RATIO_OFF:.0%} off"
+        print(
+            f"{heads:>6} {one.problem.len_q:>7} {one.slow_ms:>9.4g} {one.fast_ms:>9.4g} {one.measured:>7.3g}"
+            f" {one.model:>7.3g} {off:>+5.0%}{said}"
+        )
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
@@ -147,7 +202,8 @@ def main(arguments: "list[str] | None" = None) -> int:
     started = time.monotonic()
     facts = record.machine(device)
     out = options.out or record.RESULTS / "generations" / record.default_path(facts).name
-    jobs = [*generation_jobs(), *draw(options.seed, options.draw, Device.of(device))]
+    here = Device.of(device)
+    jobs = [*generation_jobs(here), *draw(options.seed, options.draw, here)]
     wanted = [
         {"problem": str(problem), "who": "rowmax", "which": FORWARD, "plan": name, "device": str(device)}
         for problem, plans in _builds(jobs)

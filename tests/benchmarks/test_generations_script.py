@@ -22,7 +22,7 @@ def test_the_draw_is_decided_by_its_seed():
 
 
 def test_one_small_problem_of_each_build():
-    jobs = [*generations.generation_jobs(), *generations.draw(generations.REPORTED, 25, H200)]
+    jobs = [*generations.generation_jobs(H200), *generations.draw(generations.REPORTED, 25, H200)]
     ahead = generations._builds(jobs)
     assert len(ahead) < len(jobs)
     assert {name for _, plans in jobs for name in plans} == {name for _, plans in ahead for name in plans}
@@ -34,6 +34,28 @@ def test_report_of_the_committed_rows(capsys):
     printed = capsys.readouterr().out.splitlines()
     number = sum(row["pass"] == "forward" and row["who"] == "rowmax" for row in rows)
     assert sum(int(line.split()[1]) for line in printed if line.startswith(("hopper", "q_outer"))) == number
+
+
+def test_ratios_of_the_generations(capsys):
+    times = {
+        "b1 h128 q4096 k4096 d64 bf16": {"kv_outer": (10.0, 9.0), "q_outer": (5.0, 4.0)},
+        "b1 h1 q4096 k4096 d64 bf16": {"kv_outer": (3.0, 3.0), "q_outer": (0.2, 0.1), "dense": (1.0, 1.0)},
+        "b1 h8 q4096 k4096 d64 bf16": {"q_outer": (0.2, 0.1)},
+    }
+    found = generations.ratios(times, "kv_outer", "q_outer")
+    assert [(one.problem.heads_q, round(one.measured, 6), one.model) for one in found] == [(128, 2.0, 2.25), (1, 15.0, 30.0)]
+    generations.print_ratios(found, "2 against 1", generations.ASKED)
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("asked 1.9: holds")
+    assert second.endswith("asked 20: FAILS  the model is more than 25% off")
+
+
+def test_generations_are_those_that_a_device_runs():
+    by_device = {name: generations.generation_jobs(Device.named(name)) for name in ("H200", "A100")}
+    assert len(by_device["H200"]) == len(by_device["A100"]) == 6
+    for (_, here), (_, there) in zip(*by_device.values(), strict=True):
+        assert set(here) - set(there) == {"hopper"}
+        assert {"kv_outer", "q_outer", *generations.WARPS} <= set(there)
 
 
 def test_without_a_gpu(monkeypatch, capsys):

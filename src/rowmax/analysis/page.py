@@ -85,19 +85,30 @@ def _ms(ms: float) -> str:
 # ---- roofline ----------------------------------------------------------------------------------------------------------
 
 
-def _roofline(problem: Problem, device: Device, facts: dict[str, Any], prediction: Prediction) -> str:
-    """FLOP/s over FLOPs a byte from HBM, both on logarithmic scales. Sloped: memory. Level: tensor cores, and the exponentials
-    that come with that many operations."""
-    rates, flops = Rates.of(device), flops_of(problem, "forward")
+def roofs(problem: Problem, device: Device) -> tuple[float, float, float]:
+    """FLOP/s of the tensor cores, FLOP/s with which the exponentials keep up, and bytes a second of HBM."""
+    rates = Rates.of(device)
     cycles = device.sms * rates.clock_hz
-    tensor, memory = rates.tensor_flops * cycles, rates.hbm_bytes_per_s * rates.hbm_share
     exps = EXPONENTIALS * cycles * 2 * (problem.dim_qk + problem.dim_v)
+    return rates.tensor_flops * cycles, exps, rates.hbm_bytes_per_s * rates.hbm_share
+
+
+def spots_of(problem: Problem, facts: dict[str, Any], prediction: Prediction) -> list[tuple[str, float, float]]:
+    """`(plan, FLOPs a byte from HBM, FLOP/s)` of the plan and of those it was compared with."""
+    flops = flops_of(problem, "forward")
     points = [(str(prediction.plan), sum(launch.hbm_bytes for launch in prediction.launches), prediction.seconds)]
     for name, other in facts["against"].items():
         if "refused" not in other:
             moved = sum(launch["hbm_bytes"] for launch in other["launches"])
             points.append((name, moved, other["predicted_ms"] / 1e3))
-    spots = [(name, flops / max(moved, 1.0), flops / seconds) for name, moved, seconds in points if flops and seconds]
+    return [(name, flops / max(moved, 1.0), flops / seconds) for name, moved, seconds in points if flops and seconds]
+
+
+def _roofline(problem: Problem, device: Device, facts: dict[str, Any], prediction: Prediction) -> str:
+    """FLOP/s over FLOPs a byte from HBM, both on logarithmic scales. Sloped: memory. Level: tensor cores, and the exponentials
+    that come with that many operations."""
+    tensor, exps, memory = roofs(problem, device)
+    spots = spots_of(problem, facts, prediction)
     left, right = -1.0, max(4.0, *(log10(x) + 0.5 for _, x, _ in spots), log10(tensor / memory) + 1)
     top = log10(max(tensor, exps)) + 0.3
     bottom = min([log10(y) - 0.5 for *_, y in spots] + [top - 3])
@@ -215,15 +226,22 @@ def _walks(problem: Problem, prediction: Prediction) -> str:
 # ---- blocks over time --------------------------------------------------------------------------------------------------
 
 
-def _timeline(device: Device, prediction: Prediction) -> str:
-    tasks, slots, left = [], prediction.slots, MOST_BLOCKS
+def placed_blocks(prediction: Prediction) -> tuple[list[tuple[int, float, float]], int]:
+    """`(slot, begin, end)` of the blocks that are drawn, and how many more there would be room for."""
+    tasks, left = [], MOST_BLOCKS
     for number, seconds in prediction.tasks:
         tasks.append((min(number, left), seconds))
         left -= tasks[-1][0]
         if not left:
             break
     main = max(prediction.launches, key=lambda launch: launch.turns)
-    placed = schedule(tasks, slots, in_turn=main.in_turn)
+    return schedule(tasks, prediction.slots, in_turn=main.in_turn), left
+
+
+def _timeline(device: Device, prediction: Prediction) -> str:
+    slots = prediction.slots
+    main = max(prediction.launches, key=lambda launch: launch.turns)
+    placed, left = placed_blocks(prediction)
     end = max((last for *_, last in placed), default=0.0)
     if not end:
         return "<p>There is nothing to compute.</p>"

@@ -62,6 +62,9 @@ def explain(
     against: Annotated[str, typer.Option(help="Other plans to compare, with commas between: kv_outer,dense,q_outer.")] = "",
     measure: Annotated[bool, typer.Option("--measure", help="Run it on this machine as well.")] = False,
     html: Annotated[Optional[Path], typer.Option(help="Write a page that needs nothing else.", dir_okay=False)] = None,
+    png: Annotated[
+        Optional[Path], typer.Option(help="Draw the same as one picture; needs rowmax[plot].", dir_okay=False)
+    ] = None,
     model: Annotated[Optional[str], typer.Option(help="The attention of a public model: meta-llama-3-8b, ...")] = None,
     phase: Annotated[Phase, typer.Option(help="With --model.")] = Phase.prefill,
     tokens: Annotated[int, typer.Option(min=1, help="With --model: of the prompt, or in the cache.")] = 8192,
@@ -81,7 +84,7 @@ def explain(
 
             problem = str(models.problem(model, phase.value, tokens=tokens, batch=batch))
         names = tuple(_plans(against))
-        explain.run(problem, gpu, json, plan=plan, against=names, measure=measure, html=html)
+        explain.run(problem, gpu, json, plan=plan, against=names, measure=measure, html=html, png=png)
 
 
 @app.command()

@@ -25,6 +25,7 @@ def run(
     against: tuple[str, ...] = (),
     measure: bool = False,
     html: Optional[Path] = None,
+    png: Optional[Path] = None,
 ) -> None:
     """Print the facts about the problem spelled by `text`."""
     problem, device = parsed(text), find_device(gpu)
@@ -39,6 +40,16 @@ def run(
             html.write_text(page(problem, device, facts), encoding="utf-8")
         except OSError as error:
             raise ProblemError(f"--html: {html} cannot be written: {error.strerror}") from None
+    if png is not None:
+        _drawable("--png", device, facts)
+        from rowmax.analysis.picture import draw
+
+        try:
+            draw(problem, device, facts, png)
+        except ImportError:
+            raise ProblemError("--png needs matplotlib: pip install 'rowmax[plot]'; --html needs nothing.") from None
+        except OSError as error:
+            raise ProblemError(f"--png: {png} cannot be written: {error.strerror}") from None
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

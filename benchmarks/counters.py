@@ -1,0 +1,339 @@
+"""The model of `rowmax explain` against the hardware's own counters, read by Nsight Compute (`ncu`).
+
+    python benchmarks/counters.py --time-limit 60              # on a GPU where ncu may read counters
+    python benchmarks/counters.py --csv FILE --jobs FILE       # anywhere: what ncu printed, once more
+
+Two lists. HBM bytes of `kv_outer`, `q_outer` and `dense` at shapes whose tensors are much larger than the L2 cache: modelled
+within 10% of dram__bytes is asked for. And problems drawn as in `generations.py` by the plan that runs: the model's verdict
+beside the one that counters give (`verdict_of`), which is to agree for 38 of 40.
+
+ncu replays each kernel a few times with caches flushed and clocks as they are. One process runs all jobs, with a marker kernel
+in front of each. Where ncu is missing or may not read counters (ERR_NVGPUCTRPERM), this says so and measures nothing.
+"""
+
+import argparse
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import torch
+
+import generations
+import record
+from calls import compile_ahead, device_of, make_call, make_operands
+from rowmax import Device, Plan, Unsupported
+from rowmax.analysis import workers
+from rowmax.analysis.cost import bytes_of
+from rowmax.analysis.predict import predict
+from rowmax.device import Rates
+from rowmax.problem import Problem
+from shapes import FORWARD
+
+MARKER = "spin_kernel"  # of torch.cuda._sleep: no kernel of ours is called so
+BYTES_OFF, SURE = 0.10, 0.60
+DENSE_BYTES = 7e9  # of scores and weights
+DRAWN = 28  # with the list of bytes' own plans 40 problems
+PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
+# What is asked of ncu; of alternatives, whose names differ between chips, the first that it knows.
+METRICS = {
+    "seconds": ("gpu__time_duration.sum",),
+    "read": ("dram__bytes_read.sum",),
+    "written": ("dram__bytes_write.sum",),
+    "l2_bytes": ("lts__t_bytes.sum",),
+    "sms_busy": ("sm__cycles_active.avg.pct_of_peak_sustained_elapsed",),
+    "tensor": (
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+    ),
+    "exps": (
+        "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
+        "sm__pipe_xu_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    ),
+    "issue": ("sm__inst_issued.avg.pct_of_peak_sustained_elapsed", "sm__issue_active.avg.pct_of_peak_sustained_elapsed"),
+    "waves": ("launch__waves_per_multiprocessor",),
+}
+
+
+class Job(NamedTuple):
+    problem: str
+    plan: str
+    bytes_asked: bool  # of the list whose bytes are compared
+
+
+def byte_jobs() -> list[Job]:
+    """Tensors of 130 MB and more each: what stays in a cache of 50 MB at the end is little beside it. `dense` takes fewer
+    sequences, since ncu saves what a kernel writes, to run it again."""
+    texts = (
+        *("b16 h16 q4096 k4096 d64 bf16", "b16 h16 q4096 k4096 d64 bf16 causal", "b8 h16 q8192 k8192 d64 fp16 causal"),
+        *("b16 h8 q4096 k4096 d128 bf16", "b8 h16 q4096 k4096 d128 bf16 causal", "b4 h16 q8192 k8192 d128 fp16"),
+        *(
+            "b16 h32/8 q2048 k2048 d128 bf16",
+            "b8 h32/8 q4096 k4096 d128 bf16 causal",
+            "b16 h16 q4096 k4096 d64 bf16 window(511,0)",
+        ),
+        *("b8 h8 q4096 k4096 d256 bf16", "b16 h16 q2048 k4096 d128 bf16 causal", "b32 h16 q2048 k2048 d64 bf16"),
+    )
+    found = []
+    for problem in map(Problem.parse, texts):
+        most = int(DENSE_BYTES // (6 * problem.heads_q * problem.len_q * problem.len_k))
+        fewer = problem.with_(batch=max(min(problem.batch, most), 1))
+        found += [Job(str(problem), name, True) for name in ("q_outer", "kv_outer")]
+        found += [Job(str(fewer), "dense", True)]
+    return found
+
+
+def verdict_jobs(device: Device, number: int) -> list[Job]:
+    drawn = generations.draw(generations.REPORTED, number, device)
+    return [Job(str(problem), plans[0], False) for problem, plans in drawn if not problem.packed]
+
+
+def find_ncu() -> Optional[str]:
+    found = shutil.which("ncu") or shutil.which("nv-nsight-cu-cli")
+    for pattern in () if found else PLACES:
+        found = found or next(iter(sorted(map(str, Path("/").glob(pattern[1:])), reverse=True)), None)
+    return found
+
+
+# ---- what ncu prints ---------------------------------------------------------------------------------------------------
+
+
+def kernels_of(text: str) -> list[dict]:
+    """The rows of `ncu --csv --page raw --print-units base`: kernel name and numbers by the names of `METRICS`.
+
+    Raises:
+        ValueError: there is no table; what ncu said instead.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        said = [line for line in lines if line.startswith("==ERROR==") or "NVGPUCTRPERM" in line]
+        raise ValueError(" ".join(said) or "ncu printed no table")
+    table = csv.reader(line for line in lines[start:] if line.startswith('"'))
+    head, units, *rows = table
+    found = []
+    for row in rows:
+        values = dict(zip(head, row, strict=False))
+        kernel = {"kernel": values["Kernel Name"]}
+        for name, alternatives in METRICS.items():
+            metric = next((metric for metric in alternatives if metric in values), None)
+            if metric is None:
+                continue
+            number = _number(values[metric])
+            if number is not None:
+                kernel[name] = number * _SCALE.get(units[head.index(metric)], 1.0)
+        found.append(kernel)
+    return found
+
+
+_SCALE = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "%": 0.01} | {
+    f"{prefix}byte": size for prefix, size in (("K", 1e3), ("M", 1e6), ("G", 1e9))
+}
+
+
+def _number(text: str) -> Optional[float]:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None  # "n/a"
+
+
+def by_job(kernels: Iterable[dict]) -> list[list[dict]]:
+    """Kernels behind each marker."""
+    found: list[list[dict]] = []
+    for kernel in kernels:
+        if MARKER in kernel["kernel"]:
+            found.append([])
+        elif found:
+            found[-1].append(kernel)
+    return found
+
+
+# ---- what it means -----------------------------------------------------------------------------------------------------
+
+
+def verdict_of(kernels: list[dict], rates: Rates) -> str:
+    """What counters say holds a call back, by its longest kernel, from the surest sign to the least.
+
+    Memory at 60% of the data sheet's bandwidth; multiprocessors with a block for less than 60% of the time; the tensor cores at
+    60% of theirs; otherwise what lies between products. A kernel of a few microseconds is mostly its own start.
+    """
+    main = max(kernels, key=lambda kernel: kernel.get("seconds", 0.0))
+    seconds = max(main.get("seconds", 0.0), 1e-9)
+    if (main.get("read", 0.0) + main.get("written", 0.0)) / seconds >= SURE * rates.hbm_bytes_per_s:
+        return "HBM"
+    if seconds < 6e-6:
+        return "launch"
+    if main.get("sms_busy", 1.0) < SURE:
+        return "parallelism"
+    return "tensor" if main.get("tensor", 0.0) >= SURE else "non-matmul"
+
+
+def compared(jobs: list[Job], measured: list[list[dict]], device: Device) -> list[dict]:
+    """A row for each job that ncu saw."""
+    rows = []
+    for job, kernels in zip(jobs, measured, strict=False):
+        if not kernels:
+            continue
+        problem = Problem.parse(job.problem)
+        prediction = predict(problem, device, Plan.parse(job.plan) if "[" in job.plan else job.plan)
+        dram = sum(kernel.get("read", 0.0) + kernel.get("written", 0.0) for kernel in kernels)
+        model = sum(launch.hbm_bytes for launch in prediction.launches)
+        rows.append(
+            {
+                **{"problem": job.problem, "plan": str(prediction.plan), "bytes_asked": job.bytes_asked},
+                **{"dram_bytes": round(dram), "model_bytes": round(model), "off": model / dram - 1 if dram else None},
+                **{"least_bytes": bytes_of(problem, "forward"), "waves": prediction.waves},
+                **{"verdict": verdict_of(kernels, Rates.of(device)), "model_verdict": prediction.verdict},
+                **{"gpu_ms": sum(kernel.get("seconds", 0.0) for kernel in kernels) * 1e3, "kernels": kernels},
+            }
+        )
+    return rows
+
+
+def report(rows: list[dict]) -> tuple[int, int, int, int]:
+    """Print the comparison; `(bytes within 10%, of so many, verdicts that agree, of so many)`."""
+    for row in rows:
+        main = max(row["kernels"], key=lambda kernel: kernel.get("seconds", 0.0))
+        pipes = ", ".join(f"{name} {main[name]:.0%}" for name in ("tensor", "exps", "issue", "sms_busy") if name in main)
+        off = "" if row["off"] is None else f"{row['off']:+.0%}"
+        agree = row["verdict"] if row["verdict"] == row["model_verdict"] else f"{row['verdict']}, model {row['model_verdict']}"
+        moved = f"{row['dram_bytes'] / 1e6:9.1f} MB, model {row['model_bytes'] / 1e6:9.1f} {off:>5}"
+        print(f"{row['problem']:<48} {row['plan'].split('[')[0]:<9} {moved}  {agree}: {pipes}")
+    sized = [row for row in rows if row["bytes_asked"] and row["off"] is not None]
+    near = sum(abs(row["off"]) <= BYTES_OFF for row in sized)
+    agreed = sum(row["verdict"] == row["model_verdict"] for row in rows)
+    print(f"HBM bytes within {BYTES_OFF:.0%}: {near} of {len(sized)}; verdicts that agree: {agreed} of {len(rows)}")
+    return near, len(sized), agreed, len(rows)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------------
+
+
+def child(path: Path, seconds: float) -> None:
+    """Under ncu: every job once, a marker in front."""
+    started, device = time.monotonic(), device_of()
+    for job in (Job(*fields) for fields in json.loads(path.read_text())):
+        if time.monotonic() - started > seconds:
+            print("time limit", file=sys.stderr)
+            break
+        problem = Problem.parse(job.problem)
+        operands, grad_out = make_operands(problem, device, seed=0)
+        call = make_call("rowmax", problem, operands, grad_out, FORWARD, plan=job.plan)
+        call()  # compiled and loaded; not profiled
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        torch.cuda._sleep(1000)
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        del operands, grad_out, call
+        torch.cuda.empty_cache()
+
+
+def known_metrics(ncu: str) -> list[str]:
+    """Of each kind in `METRICS` the first name that this chip has; those of launches need no counter."""
+    listed = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True, timeout=60).stdout
+    names = {line.split()[0] for line in listed.splitlines() if line.strip()}
+    chosen = []
+    for alternatives in METRICS.values():
+        own = (one for one in alternatives if not names or one.split(".")[0] in names or one.startswith("launch__"))
+        chosen += [next(own, "")]
+    return [one for one in chosen if one]
+
+
+def profile(ncu: str, jobs: list[Job], seconds: float) -> str:
+    """What ncu prints for the jobs, within about so many seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "jobs.json"
+        path.write_text(json.dumps(jobs))
+        command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
+        command += ["--clock-control", "none", "--cache-control", "all", "--target-processes", "application-only"]
+        command += ["--metrics", ",".join(known_metrics(ncu)), sys.executable, str(Path(__file__).resolve())]
+        command += ["--child", str(path), "--time-limit", str(0.75 * seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 20) + 30)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return done.stdout
+
+
+def main(arguments: "list[str] | None" = None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.child:
+        child(options.child, options.time_limit)
+        return 0
+    if options.csv:
+        jobs = [Job(*fields) for fields in json.loads(options.jobs.read_text())]
+        report(compared(jobs, by_job(kernels_of(options.csv.read_text())), Device.named(options.gpu)))
+        return 0
+    device, ncu = device_of(), find_ncu()
+    if device.type != "cuda":
+        print("no CUDA GPU here; --csv FILE --jobs FILE reads what ncu printed elsewhere", file=sys.stderr)
+        return 1
+    if ncu is None:
+        print(f"no ncu on the path or at {', '.join(PLACES)}: Nsight Compute comes with the CUDA toolkit", file=sys.stderr)
+        return 1
+    started, here = time.monotonic(), Device.of(device)
+    if options.problem:
+        jobs = [Job(text, plan, True) for text in options.problem for plan in options.plan or [""]]
+    else:
+        jobs = [*byte_jobs(), *verdict_jobs(here, DRAWN)]
+    jobs = [job for job in jobs if _runs(job, here)]
+    facts = record.machine(device)
+    wanted = [
+        {"problem": str(problem), "who": "rowmax", "which": FORWARD, "plan": plan, "device": str(device)}
+        for problem, plans in generations._builds([(Problem.parse(job.problem), [job.plan]) for job in jobs])
+        for plan in plans
+    ]
+    workers.run_all(compile_ahead, wanted, workers=16, job_seconds=60, total_seconds=0.4 * options.time_limit)
+    print(f"compiled ahead in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    printed = profile(ncu, jobs, options.time_limit - (time.monotonic() - started))
+    try:
+        rows = compared(jobs, by_job(kernels_of(printed)), here)
+    except ValueError as error:
+        print(f"ncu measured nothing: {error}", file=sys.stderr)
+        return 1
+    near, sized, agreed, number = report(rows)
+    out = options.out or record.RESULTS / "counters" / record.default_path(facts).name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    summary = {"bytes_near": near, "bytes_of": sized, "verdicts_agree": agreed, "verdicts_of": number}
+    out.write_text(json.dumps({"what": "benchmarks/counters.py", **facts, **summary, "rows": rows}, indent=1) + "\n")
+    print(f"{len(rows)} of {len(jobs)} jobs in {out}, {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _runs(job: Job, device: Device) -> bool:
+    try:
+        predict(Problem.parse(job.problem), device, job.plan)
+    except (Unsupported, KeyError) as error:
+        print(f"  not {job.plan} of '{job.problem}': {str(error).splitlines()[0]}", file=sys.stderr)
+        return False
+    return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--problem", action="append", default=[], metavar="SPELLING", help="instead of the two lists; repeatable"
+    )
+    parser.add_argument("--plan", action="append", default=[], help="with --problem, repeatable; default: the plan that runs")
+    parser.add_argument("--time-limit", type=float, default=120.0, metavar="S", help="start no job after about this long")
+    parser.add_argument("--out", type=Path, help="default: results/counters/<device>-<date>.json")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="measure nothing; what ncu printed")
+    parser.add_argument(
+        "--jobs", type=Path, metavar="FILE", help="with --csv: [[problem, plan, whether bytes are compared], ...]"
+    )
+    parser.add_argument("--gpu", default="H200", help="with --csv: where it was printed")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

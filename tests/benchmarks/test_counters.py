@@ -1,0 +1,112 @@
+"""What ncu prints is read, and what counters say is put beside the model; ncu itself needs a GPU."""
+
+import json
+
+import pytest
+
+import counters
+from rowmax import Device, Problem
+from rowmax.device import Rates
+
+H200 = Device.named("H200")
+HEAD = ["ID", "Process ID", "Kernel Name", "Grid Size"]
+UNITS = ["", "", "", ""]
+NAMES = [alternatives[0] for alternatives in counters.METRICS.values()]
+OF_NAMES = ["ns", "byte", "byte", "byte", "%", "%", "%", "%", ""]
+
+
+def line(words) -> str:
+    return ",".join(f'"{word}"' for word in words)
+
+
+def printed(*kernels: tuple[str, dict]) -> str:
+    """As `ncu --csv --page raw --print-units base` prints: notes, names, units, kernels."""
+    rows = [line([*HEAD, *NAMES]), line([*UNITS, *OF_NAMES])]
+    for number, (name, values) in enumerate(kernels):
+        numbers = [f"{values.get(key, 0):,}" for key in counters.METRICS]
+        rows.append(line([number, 77, name, "(132, 1, 1)", *numbers]))
+    return "\n".join(["==PROF== Connected to process 77", '==PROF== Profiling "forward": 0%....100%', *rows, ""])
+
+
+SPIN = ("at::cuda::(anonymous namespace)::spin_kernel(long)", {"seconds": 700})
+
+
+def test_a_table_is_read():
+    text = printed(SPIN, ("forward_kernel", {"seconds": 1_234_567, "read": 2_500_000_000, "written": 12, "tensor": 45.5}), SPIN)
+    marker, kernel, _ = counters.kernels_of(text)
+    assert marker["kernel"] == SPIN[0]
+    assert kernel["seconds"] == pytest.approx(1.234567e-3)
+    assert (kernel["read"], kernel["written"]) == (2.5e9, 12)
+    assert kernel["tensor"] == pytest.approx(0.455)
+    assert counters.by_job(counters.kernels_of(text)) == [[kernel], []]
+
+
+def test_names_of_another_chip_and_numbers_that_are_missing():
+    text = "\n".join(
+        [
+            line([*HEAD, counters.METRICS["tensor"][1], counters.METRICS["exps"][0]]),
+            line([*UNITS, "%", "%"]),
+            line([0, 77, "forward", "(1, 1, 1)", "50.0", "n/a"]),
+        ]
+    )
+    (kernel,) = counters.kernels_of(text)
+    assert kernel == {"kernel": "forward", "tensor": 0.5}
+
+
+def test_what_ncu_said_instead():
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        counters.kernels_of("==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n")
+    with pytest.raises(ValueError, match="no table"):
+        counters.kernels_of("")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "verdict"),
+    [
+        ({"seconds": 1e-3, "read": 4e9, "written": 1e8, "sms_busy": 1.0}, "HBM"),
+        ({"seconds": 3e-6, "read": 1e6, "sms_busy": 0.9}, "launch"),
+        ({"seconds": 1e-3, "read": 1e8, "sms_busy": 0.2, "tensor": 0.1}, "parallelism"),
+        ({"seconds": 1e-3, "read": 1e8, "sms_busy": 0.98, "tensor": 0.75}, "tensor"),
+        ({"seconds": 1e-3, "read": 1e8, "sms_busy": 0.98, "tensor": 0.45}, "non-matmul"),
+    ],
+)
+def test_verdicts(kernel, verdict):
+    guard = {"kernel": "guard", "seconds": 2e-6}
+    assert counters.verdict_of([{"kernel": "forward", **kernel}, guard], Rates.of(H200)) == verdict
+
+
+def test_jobs_beside_the_model(tmp_path, capsys):
+    jobs = [
+        counters.Job("b16 h16 q4096 k4096 d64 bf16", "q_outer", True),
+        counters.Job("b1 h8 q64 k64 d64 bf16", "q_outer", False),
+    ]
+    once = 4 * 16 * 16 * 4096 * 64 * 2 + 16 * 16 * 4096 * 4
+    fast = {"seconds": 2_000_000, "read": int(0.8 * once), "written": int(0.2 * once), "sms_busy": 99.0, "tensor": 45.0}
+    text = printed(SPIN, ("forward_kernel", fast), SPIN, ("forward_kernel", {"seconds": 3000, "sms_busy": 50.0}))
+    first, second = counters.compared(jobs, counters.by_job(counters.kernels_of(text)), H200)
+    assert abs(first["off"]) < 0.001
+    assert (first["verdict"], second["verdict"], second["model_verdict"]) == ("non-matmul", "launch", "launch")
+    (tmp_path / "printed.csv").write_text(text)
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    assert counters.main(["--csv", str(tmp_path / "printed.csv"), "--jobs", str(tmp_path / "jobs.json")]) == 0
+    assert "HBM bytes within 10%: 1 of 1" in capsys.readouterr().out
+
+
+def test_shapes_are_larger_than_the_cache_and_dense_fits():
+    jobs = counters.byte_jobs()
+    assert len(jobs) == 36
+    for job in jobs:
+        problem = Problem.parse(job.problem)
+        scores = problem.batch * problem.heads_q * problem.len_q * problem.len_k
+        if job.plan == "dense":
+            assert 6 * scores <= counters.DENSE_BYTES
+        else:
+            assert problem.batch * problem.heads_q * problem.len_q * problem.dim_qk * 2 > 2.5 * Rates.of(H200).l2_bytes
+        assert counters._runs(job, H200)
+    assert len(counters.verdict_jobs(H200, 12)) >= 8
+
+
+def test_without_a_gpu_or_ncu(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert counters.main([]) == 1
+    assert "no CUDA GPU" in capsys.readouterr().err
