@@ -21,6 +21,7 @@ from rowmax.problem import Operands
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 import canaries
 
+import gpu_faults
 import gpu_serving
 
 CHECKS = {}
@@ -378,7 +379,7 @@ def memory_does_not_grow_over_calls():
     assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes were kept"
 
 
-CHECKS |= gpu_serving.CHECKS
+CHECKS |= gpu_serving.CHECKS | gpu_faults.CHECKS
 
 
 def run_one(name: str) -> tuple[str, str, float]:
