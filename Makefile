@@ -1,6 +1,7 @@
 # make demo QUESTION="..."   a language model answers with rowmax attention, and is compared with eager attention
 # make test                  everything that needs no GPU      make test-gpu    the rest, on a machine with one
 # make lint                  ruff, mypy                        make bench       benchmarks, on a GPU
+# make site                  docs/ as pages in site/           make site ARGS=serve   the same while they are written
 #
 # Every target sets itself up in $(VENV), once. To use a Python that already has everything (a GPU box without a network),
 # and install nothing:   make test-gpu VENV= PYTHON=python3
@@ -18,10 +19,12 @@ ifeq ($(strip $(VENV)),)
 RUN        := PYTHONPATH=src $(PYTHON)
 READY      :=
 READY_DEMO :=
+READY_SITE :=
 else
 RUN        := $(VENV)/bin/python
 READY      := $(VENV)/.ready-dev
 READY_DEMO := $(VENV)/.ready-demo
+READY_SITE := $(VENV)/.ready-site
 
 # The demo alone needs less than the tests do. Both leave what is already there in place.
 $(VENV)/bin/python:
@@ -36,11 +39,16 @@ $(READY_DEMO): pyproject.toml | $(VENV)/bin/python
 
 $(READY): pyproject.toml | $(VENV)/bin/python
 	@echo "installing PyTorch, Triton and the test tools into $(VENV), once"
-	@$(PIP) "$(TORCH)" "$(TRITON)" -e ".[dev,hf,cli]"
+	@$(PIP) "$(TORCH)" "$(TRITON)" -e ".[dev,hf,cli,plot]"
+	@touch $@
+
+$(READY_SITE): pyproject.toml | $(VENV)/bin/python
+	@echo "installing PyTorch and mkdocs-material into $(VENV), once"
+	@$(PIP) "$(TORCH)" -e ".[docs]"
 	@touch $@
 endif
 
-.PHONY: setup demo test test-gpu bench lint
+.PHONY: setup demo test test-gpu bench lint site
 .DEFAULT_GOAL := test
 
 setup: $(READY) $(READY_DEMO)
@@ -63,3 +71,6 @@ lint: $(READY)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+
+site: $(READY_SITE)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs $(if $(ARGS),$(ARGS),build --strict)
