@@ -1,6 +1,7 @@
 """Decoding, one token a sequence over a long cache, beside the peers: GPU time of a graph's replay, host time of an eager call.
 
-    python benchmarks/decode.py                        the eight shapes and their paged forms; uneven lengths; latent attention
+    python benchmarks/decode.py                        the eight shapes and their paged forms; then lengths that differ, latent
+                                                       attention, pages in 8 bits, and a prefix that all sequences share
     python benchmarks/decode.py --sweep                tiles of the split-KV kernel on the same shapes, rowmax alone
     python benchmarks/decode.py --only 0,3 --json decode.json
 
@@ -18,12 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import baselines
 import record
 import timing
 from calls import make_operands
-from rowmax import Device, PagedProblem, Problem, attention, attention_paged, plan
+from rowmax import Device, PagedProblem, Problem, attention, attention_paged, attention_shared, plan, prepare_paged
+from rowmax.problem import Operands
 from rowmax.testing import check_forward, paged
 
 SHAPES = (
@@ -39,6 +42,8 @@ SHAPES = (
 PAGES = (16, 64)
 UNEVEN = "b64 h32/8 q1 k131072 d128 bf16"  # lengths below; its even twin has as many keys in all
 LATENT = "b128 h128/1 q1 k8192 d576/512 bf16"
+EIGHT_BITS = "b32 h32/8 q1 k8192 d128 bf16 causal paged64"  # 1 GiB of keys and values in 16 bits
+SHARED, SHARED_KEYS = "b64 h32/8 q1 k8704 d128 bf16 causal paged64", 8192
 TILES = (
     "16x64 w4 s2",
     "16x64 w4 s3",
@@ -75,6 +80,10 @@ def main() -> int:
             if time.monotonic() - begin > options.time_limit:
                 break
             rows += _paged_rows(text, lengths, device, options)
+        if time.monotonic() - begin <= options.time_limit:
+            rows += _eight_bits(device, options)
+        if time.monotonic() - begin <= options.time_limit:
+            rows += _shared_rows(device, options)
     if options.json:
         options.json.write_text(json.dumps({**record.machine(device), "rows": rows}, indent=1) + "\n")
     return 0
@@ -101,8 +110,11 @@ def _candidates(problem: Problem, operands) -> tuple[dict[str, Callable], list[s
     q, k, v = operands[:3]
     calls: dict[str, Callable] = {"rowmax": lambda: attention(q, k, v)}
     calls |= {f"rowmax paged{size}": _paged_call(q, _paged(k, v, size)) for size in PAGES}
+    calls["rowmax paged16 prepared"] = prepare_paged(q, *_paged(k, v, 16))
     calls["rowmax paged16 invariant"] = _paged_call(q, _paged(k, v, 16), batch_invariant=True)
     wrong = []
+    transposed = [t.transpose(1, 2) for t in (q, k, v)]
+    calls["sdpa"] = lambda: scaled_dot_product_attention(*transposed, enable_gqa=True).transpose(1, 2)
     for who in ("cudnn", "fa2", "fa3"):
         try:
             forward = baselines.build(who, problem, operands)
@@ -202,6 +214,72 @@ def _paged_rows(text: str, lengths: list[int], device: torch.device, options) ->
         rows += _time(f"{problem} {name}", {"rowmax": call}, _bytes(problem, sum(keys)), device, options)
         del k, v
         torch.cuda.empty_cache()
+    return rows
+
+
+def _eight_bits(device: torch.device, options) -> list[dict]:
+    """Pages in 8 bits beside the same in 16, each with scales of its own."""
+    problem = PagedProblem.parse(EIGHT_BITS)
+    count = problem.batch * problem.len_k // problem.page_size
+    shape = (count, problem.page_size, problem.heads_k, problem.dim_qk)
+    k, v = (torch.randn(shape, device=device, dtype=problem.dtype) for _ in "kv")
+    table = torch.randperm(count, device=device).to(torch.int32).view(problem.batch, -1)
+    lengths = torch.full((problem.batch,), problem.len_k, dtype=torch.int32, device=device)
+    q = torch.randn(problem.batch, 1, problem.heads_q, problem.dim_qk, device=device, dtype=problem.dtype)
+    scale = torch.full((count, problem.heads_k), 2.0**-5, device=device)
+    small = tuple((t.float() / 2.0**-5).clamp(-448, 448).to(torch.float8_e4m3fn) for t in (k, v))
+    few = problem.with_(batch=4, len_k=704, eight_bits=True)
+    report = paged.check_paged(few, [(1, 700), (1, 64), (1, 65), (1, 3)], device=device, page_scales=True)
+    if not report.ok:
+        print(f"  WRONG {report}", file=sys.stderr)
+        return []
+    scales = {"k_scale": scale, "v_scale": scale}
+    heads = {"k_scale": scale[0].clone(), "v_scale": scale[0].clone()}
+    calls = {
+        "rowmax 16 bits": _paged_call(q, (k, v, table, lengths)),
+        "rowmax 8 bits": _paged_call(q, (*small, table, lengths), **heads),
+        "rowmax 8 bits, scales of pages": _paged_call(q, (*small, table, lengths), **scales),
+    }
+    for call in calls.values():
+        call()
+    moved = _bytes(problem, problem.batch * problem.len_k)
+    rows = _time(f"{problem} and in 8 bits", calls, moved, device, options)
+    for row in rows[1:]:  # half the bytes of keys and values
+        row["bytes"] = moved - problem.batch * problem.len_k * problem.heads_k * (problem.dim_qk + problem.dim_v)
+        row["gb_per_s"] = round(row["bytes"] / row["replay_us"] / 1e3)
+    return rows
+
+
+def _shared_rows(device: torch.device, options) -> list[dict]:
+    """Sequences that begin with the same pages: read for each, or once."""
+    problem, shared, own = PagedProblem.parse(SHARED), SHARED_KEYS, 512
+    size = problem.page_size
+    count = (shared + problem.batch * own) // size
+    k, v = (torch.randn(count, size, problem.heads_k, problem.dim_qk, device=device, dtype=problem.dtype) for _ in "kv")
+    order = torch.randperm(count, device=device).to(torch.int32)
+    first, rest = order[: shared // size], order[shared // size :].view(problem.batch, -1)
+    table = torch.cat([first.expand(problem.batch, -1), rest], 1).contiguous()
+    lengths = torch.full((problem.batch,), shared + own, dtype=torch.int32, device=device)
+    q = torch.randn(problem.batch, 1, problem.heads_q, problem.dim_qk, device=device, dtype=problem.dtype)
+    calls = {
+        "rowmax": _paged_call(q, (k, v, table, lengths)),
+        "rowmax shared": lambda: attention_shared(q, k, v, table, lengths, shared // size),
+    }
+    plain, once = (call().float() for call in calls.values())
+    operands = Operands(q, *(t[table.long()].flatten(1, 2) for t in (k, v)))
+    few = Problem.parse(f"b2 h{problem.heads_q}/{problem.heads_k} q1 k{shared + own} d{problem.dim_qk} bf16")
+    two = operands._replace(q=q[:2], k=operands.k[:2], v=operands.v[:2])
+    wrong = [str(report) for out in (plain, once) if not (report := check_forward(few, two, out[:2].to(q.dtype))).ok]
+    if wrong:
+        print(f"  WRONG {wrong[0]}", file=sys.stderr)
+        return []
+    read = shared + problem.batch * own
+    rows = _time(f"{problem}, {shared} keys shared by all", calls, _bytes(problem, read), device, options)
+    rows[0]["bytes"] = _bytes(problem, problem.batch * (shared + own))
+    rows[0]["gb_per_s"] = round(rows[0]["bytes"] / rows[0]["replay_us"] / 1e3)
+    print(
+        f"  {rows[0]['replay_us'] / rows[1]['replay_us']:.2f} times as fast; bytes: {rows[0]['bytes'] / rows[1]['bytes']:.2f}"
+    )
     return rows
 
 

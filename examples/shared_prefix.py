@@ -1,7 +1,6 @@
-"""Many answers to one long prompt: attend to its pages once for all of them, to each one's own pages, then merge. Exact.
+"""Many answers to one long prompt: its pages are attended to once for all, each one's own pages apart, and merged. Exact.
 
-The plain call reads the prompt's keys and values for every answer; here they are read once, as one sequence whose queries are
-those of all answers.
+The plain call reads the prompt's keys and values for every answer.
 """
 
 import torch
@@ -19,28 +18,18 @@ def main() -> float:
     def tokens(*shape):
         return torch.randn(*shape, HEADS, DIM)
 
-    shared = cache.extend([prompt], PROMPT)
-    cache.append(shared, tokens(1, PROMPT), tokens(1, PROMPT))
-    answers = [cache.add() for _ in range(ANSWERS)]
-    own = cache.extend(answers, OWN)
-    new_k, new_v = tokens(ANSWERS, OWN), tokens(ANSWERS, OWN)
-    cache.append(own, new_k, new_v)
+    cache.append(cache.extend([prompt], PROMPT), tokens(1, PROMPT), tokens(1, PROMPT))
+    answers = [cache.fork(prompt) for _ in range(ANSWERS)]  # they share its pages until they grow
+    step = cache.extend(answers, OWN)
+    cache.append(step, tokens(ANSWERS, OWN), tokens(ANSWERS, OWN))
+    q = torch.randn(ANSWERS, OWN, 4 * HEADS, DIM)
 
-    q = torch.randn(ANSWERS, 1, 4 * HEADS, DIM)  # the last token of each answer
-    of_prompt, lse = cache.attend(
-        shared, q.transpose(0, 1), causal=False, return_lse=True
-    )  # [1, ANSWERS, H, D], [1, H, ANSWERS]
-    first = of_prompt.transpose(0, 1), lse.permute(2, 1, 0)
-    second = cache.attend(own, q, return_lse=True)
-    outs, lses = zip(first, second, strict=True)
-    out, _ = rowmax.merge(outs, lses)
+    pages = cache.shared_pages(answers)
+    out = cache.attend_shared(step, q, pages)
+    error = (out - cache.attend(step, q)).abs().max().item()
 
-    # The same the plain way: every answer a fork of the prompt, which shares its pages but is attended to on its own.
-    forks = [cache.fork(prompt) for _ in range(ANSWERS)]
-    whole = cache.extend(forks, OWN)
-    cache.append(whole, new_k, new_v)
-    error = (out - cache.attend(whole, q)).abs().max().item()
-    read = PROMPT + ANSWERS * OWN, ANSWERS * (PROMPT + OWN)
+    shared = pages * cache.page_size
+    read = shared + ANSWERS * (PROMPT + OWN - shared), ANSWERS * (PROMPT + OWN)
     print(f"{read[0]} keys read where the plain call reads {read[1]}; largest difference {error:.1e}")
     return error
 

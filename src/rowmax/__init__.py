@@ -11,7 +11,7 @@ from rowmax.mask import Band
 from rowmax.paged import PagedProblem, rotate
 from rowmax.plan import Plan, plan
 from rowmax.problem import Problem
-from rowmax.serving import append_kv, attention_paged, prepare_paged
+from rowmax.serving import append_kv, attention_paged, attention_shared, prepare_paged
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_paged",
+    "attention_shared",
     "attention_varlen",
     "explain",
     "merge",

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 
 from rowmax.errors import ProblemError
-from rowmax.serving import append_kv, attention_paged
+from rowmax.serving import append_kv, attention_paged, attention_shared
 
 E4M3 = torch.float8_e4m3fn
 ROOM = 2.0  # in pages of 8 bits: how much larger than the largest before it a later number may be, and is not cut off
@@ -229,6 +229,24 @@ class PagedKVCache:
         tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k)
         options = {**self._scales_of(layer), **options}
         return attention_paged(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
+
+    def shared_pages(self, sequences: Sequence[int]) -> int:
+        """How many full pages all of these begin with: for `attend_shared`. 0 of a single sequence."""
+        if len(sequences) < 2:
+            return 0
+        rows = [self._pages[self._known(sequence)] for sequence in sequences]
+        count = 0
+        for column in zip(*rows, strict=False):
+            if len(set(column)) > 1:
+                break
+            count += 1
+        return min([count, *(self._lengths[sequence] // self.page_size for sequence in sequences)])
+
+    def attend_shared(self, step: Step, q: torch.Tensor, shared_pages: int, *, layer: int = 0, **options):
+        """`attend`, with pages that all sequences of the step begin with read once; see `attention_shared`."""
+        tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k, shared_pages)
+        options = {**self._scales_of(layer), **options}
+        return attention_shared(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
 
     def check(self) -> None:
         """For tests: what must always hold of the host's part.

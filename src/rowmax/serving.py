@@ -4,11 +4,11 @@ from typing import Optional, Union
 
 import torch
 
-from rowmax.api import Window, _band, _hint, _number
+from rowmax.api import Window, _band, _hint, _number, merge
 from rowmax.eager import Prepared
 from rowmax.eager import _somebody_listens as somebody_listens
 from rowmax.errors import ProblemError
-from rowmax.ops import ON_CPU, in_forward_mode
+from rowmax.ops import ON_CPU, in_forward_mode, kernels
 from rowmax.ops_paged import (
     APPEND,
     PAGED,
@@ -206,6 +206,97 @@ def prepare_paged(
         )
     tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale)
     return PreparedPaged(tensors, max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan)
+
+
+def attention_shared(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    shared_pages: int,
+    *,
+    cu_seqlens_q: Optional[torch.Tensor] = None,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
+    max_seqlen_q: Optional[int] = None,
+    scale: Optional[float] = None,
+    return_lse: bool = False,
+    plan: Union[None, str, Plan] = None,
+):
+    """`attention_paged`, causal, of sequences that all begin with the same `shared_pages` full pages, which are read once:
+    their queries attend to them as those of one sequence, to what follows each on its own, and the parts are merged. Exact.
+
+    Worth it where the shared keys are many: sequences with n shared and o own keys read n + B o of them instead of B (n + o).
+
+    Args:
+        shared_pages: the first columns of the block table, the same in every row. Every sequence has all their keys, and its
+            new tokens come behind them. Checked on the CPU; on a GPU the first row counts.
+        others: as for `attention_paged`.
+
+    Returns:
+        As `attention_paged`.
+
+    Raises:
+        ProblemError, Unsupported: as `attention_paged`.
+
+    Method: attention over disjoint sets of keys is merged by the log-sum-exp (FlashAttention-2, Dao 2023, section 3.1.1), here
+        of shared prefixes (Juravsky et al., "Hydragen", 2024).
+    """
+    _call((q, k_pages, v_pages, block_table, seqlens_k), max_seqlen_q, True, None, scale, None, return_lse, False, plan)
+    columns = block_table.shape[-1]
+    if type(shared_pages) is not int or not 0 <= shared_pages <= columns or block_table.dim() != 2:
+        raise ProblemError(
+            f"shared_pages must be an integer from 0 to {columns}, the columns of the block table; got {shared_pages!r} with a "
+            f"table {list(block_table.shape)}."
+        )
+    options: dict = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "plan": plan}
+    own: dict = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, **options}
+    if not shared_pages or not seqlens_k.numel():
+        return attention_paged(q, k_pages, v_pages, block_table, seqlens_k, return_lse=return_lse, **own)
+    keys, packed = shared_pages * k_pages.shape[1], cu_seqlens_q is not None
+    len_q = q.shape[0] if packed else 1 if q.dim() == 3 else q.shape[1]
+    if seqlens_k.is_cpu and not torch.compiler.is_compiling():
+        _check_shared(block_table, seqlens_k, cu_seqlens_q, len_q, shared_pages, keys)
+    rows = q.flatten(0, 1) if q.dim() == 4 else q  # [queries of all sequences, H, D]
+    first = (k_pages, v_pages, block_table[:1, :shared_pages], seqlens_k.new_full((1,), keys))
+    if cu_seqlens_q is not None:  # rows of no sequence are none of this one, either
+        options["cu_seqlens_q"] = cu_seqlens_q[:: len(seqlens_k)].contiguous()
+    part, part_lse = attention_paged(rows if packed else rows[None], *first, causal=False, return_lse=True, **options)
+    if not packed:
+        part, part_lse = part[0], part_lse[0]
+    behind = (k_pages, v_pages, block_table[:, shared_pages:], seqlens_k - keys)
+    out, lse = attention_paged(q, *behind, return_lse=True, **own)
+    if q.is_cuda and not _dispatched(q, k_pages, v_pages):
+        kernels()
+        from rowmax.kernels.decode_launch import merge_into
+
+        merge_into(part, part_lse, out.view(part.shape), lse, len_q)
+        return (out, lse) if return_lse else out
+    own_lse = lse if packed else lse.view(len(seqlens_k), -1, len_q).transpose(0, 1).flatten(1)  # [H, rows]
+    merged, merged_lse = merge((part, out.view(part.shape)), (part_lse, own_lse))
+    if not packed:
+        merged_lse = merged_lse.view(-1, len(seqlens_k), len_q).transpose(0, 1)
+    out, lse = merged.view(out.shape), merged_lse.reshape(lse.shape)
+    return (out, lse) if return_lse else out
+
+
+def _check_shared(table, lengths, cu, len_q: int, shared: int, keys: int) -> None:
+    different = (table[:, :shared] != table[:1, :shared]).nonzero()
+    if len(different):
+        b, column = (int(i) for i in different[0])
+        raise ProblemError(
+            f"block_table[{b}, {column}] is {int(table[b, column])} and block_table[0, {column}] is {int(table[0, column])}: "
+            f"the first {shared} pages must be the same for all sequences."
+        )
+    new = torch.full_like(lengths, len_q) if cu is None else cu.diff()
+    short = (lengths - new < keys).nonzero()
+    if len(short):
+        b = int(short[0])
+        raise ProblemError(
+            f"seqlens_k[{b}] is {int(lengths[b])}, {int(new[b])} of them new; {shared} shared pages hold {keys} keys, and new "
+            "ones come behind them."
+        )
 
 
 def append_kv(

@@ -1,4 +1,4 @@
-"""Arguments, grids and launches of the decode and the combine kernel, for `plan/split_kv.py`, and of the append kernel.
+"""Arguments, grids and launches of the decode and the combine kernel, for `plan/split_kv.py`, of append and merge.
 
 `calls` is pure, as the functions of `launch.py` are; `Paged` serves `ops_paged`, `launch.Forward` calls over dense keys.
 """
@@ -15,6 +15,7 @@ from rowmax.kernels.launch import Call, _bounded, _padded, _strides
 from rowmax.kernels.triton.append import append_kernel
 from rowmax.kernels.triton.combine import combine_kernel
 from rowmax.kernels.triton.decode import decode_kernel
+from rowmax.kernels.triton.merge import merge_kernel
 from rowmax.numerics import LOG2E
 from rowmax.paged import MOST_E4M3, AppendOperands, PagedOperands, PagedProblem
 from rowmax.plan import Plan
@@ -228,7 +229,10 @@ class _Again:
         self.launches = launches
         self._stream = launches[0][0].stream
         self._decode, self._numbers = launches[0][0].enqueue, launches[0][1]
-        self._combine, self._more = (launches[1][0].enqueue, launches[1][1]) if len(launches) > 1 else (None, ())
+        self._combine: Optional[Callable] = None
+        self._more: tuple = ()
+        if len(launches) > 1:
+            self._combine, self._more = launches[1][0].enqueue, launches[1][1]
 
     def __call__(self, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale) -> None:
         stream = self._stream()
@@ -262,3 +266,19 @@ def append_call(operands: AppendOperands, interleaved: bool) -> Call:
 def append(operands: AppendOperands, interleaved: bool) -> None:
     if operands.k.numel() and len(operands.seqlens_k):
         launch._launch(operands.k.device, append_call(operands, interleaved))
+
+
+MERGED = 16  # rows of a merge program
+
+
+def merge_call(a: torch.Tensor, a_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, len_q: int) -> Call:
+    """a and out `[rows, H, Dv]`; see `merge_kernel`."""
+    rows, heads, dim_v = out.shape
+    numbers = (a.stride()[:2], out.stride()[:2], rows, heads, len_q, dim_v, _padded(dim_v), MERGED)
+    return Call(merge_kernel, -(-rows // MERGED) * heads, (a, a_lse, out, lse), numbers, Tile(MERGED, 1, 4, 1))
+
+
+def merge_into(a: torch.Tensor, a_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, len_q: int) -> None:
+    """Attention over the keys of both parts, in the place of the second."""
+    if out.numel():
+        launch._launch(out.device, merge_call(a, a_lse, out, lse, len_q))
