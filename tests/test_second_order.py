@@ -339,3 +339,53 @@ def test_precision_flags_are_put_back(monkeypatch):
             assert matmul.allow_tf32 is allowed
     finally:
         matmul.allow_tf32 = before
+
+
+# ---- soft-cap, ALiBi, sinks: the computations, which no operator of such a call reaches yet ---------------------------------
+
+BENT = {
+    "soft-cap": "b2 h4/2 q6 k9 d3 fp64 causal softcap=1.5",
+    "alibi": "b1 h2 q8 k8 d3 fp64 window(3,1) alibi",
+    "sink": "b2 h2 q9 k5 d3 fp64 causal sink",
+    "all, packed": "b3 h4/2 q12 k10 d3 fp64 packed causal softcap=2.0 alibi(batch) sink",
+    "no keys": "b2 h2 q3 k0 d3 fp64 sink",
+}
+
+
+@pytest.mark.parametrize("text", BENT.values(), ids=BENT)
+def test_bent_scores(text):
+    """With the results of the first order put together as autograd would: all of q, k, v and the sink."""
+    problem = Problem.parse(text)
+    operands = testing.operands(problem)
+    cu, options = operands[3:5], {"softcap": problem.softcap, "slopes": operands.slopes}
+    leaves = [t.clone() for t in (*operands[:3], *([operands.sink] if problem.sink else []))]
+    generator = torch.Generator().manual_seed(3)
+    direction = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in leaves)
+    grads = testing.cotangents(problem)
+
+    def definition(q, k, v, sink=None):
+        given = {"left": problem.band.left, "right": problem.band.right, "scale": problem.scale, "sink": sink, **options}
+        found = reference.attention(q, k, v, **given) if cu[0] is None else reference.attention_varlen(q, k, v, *cu, **given)
+        return found[0], torch.where(torch.isneginf(found[1]), 0.0, found[1])
+
+    def along(*x):
+        return sum((a * b).sum() for a, b in zip(definition(*x), grads, strict=True))
+
+    out, lse = testing.attend(problem, operands)
+    given, moved = (*grads, out, lse), second_order.Direction(*direction[:3], direction[3] if problem.sink else None)
+    t_given = second_order.forward_mode(problem, operands, out, lse, moved)
+    finite = (t_given[0], torch.where(torch.isneginf(lse), 0.0, t_given[1]))
+    close(finite, torch.func.jvp(definition, tuple(leaves), direction)[1], "forward mode")
+
+    every = tuple(range(len(leaves)))
+    wanted = torch.func.jvp(torch.func.grad(along, every), tuple(leaves), direction)[1]
+    nothing = (torch.zeros_like(out), torch.zeros_like(lse))
+    found = second_order.backward_mode(problem, operands, given, (*nothing, *t_given), moved)
+    close(found[: len(leaves)], wanted, "backward mode")
+
+    by = second_order.derivatives(problem, operands, *given, moved, (True, True, True))
+    close((by[0], torch.where(torch.isneginf(lse), 0.0, by[1])), finite, "by the gradients of the results")
+    numbers = (problem.max_len_q, problem.max_len_k, problem.scale, *problem.band, False, "", problem.softcap)
+    tensors = (*operands[:5], operands.slopes, operands.sink)
+    through = torch.ops.rowmax.backward_scored([True, True, True, problem.sink], by[2], by[3], out, lse, *tensors, *numbers)
+    close([a + b for a, b in zip(by[4:], through, strict=True)][: len(leaves)], wanted, "derivatives")
