@@ -102,7 +102,7 @@ def second_order_of_fp32_is_not_tf32():
 
 @check
 def second_order_memory_is_linear_in_the_length():
-    """A step of a mean flow, and a gradient of a gradient: what doubling the tokens adds at most 2.3 times as much each time."""
+    """A step of a mean flow, and a gradient of a gradient: twice the tokens add at most 2.3 times as much each time."""
     most = {}
     for mixture in (mean_flow, backward_through_backward):
         for length in (4096, 8192, 16384):
