@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 import canaries
 
+import gpu_models
 import paged_cases
 
 CHECKS = {}
@@ -338,3 +339,128 @@ def batch_invariant_calls_give_the_same_bits_in_every_company():
             part = run(rows, size, company)
             assert torch.equal(part[0], out[rows]), f"d{dim} queries {rows}, pages of {size}, {company} others: another output"
             assert torch.equal(part[1], lse[:, rows]), f"d{dim} queries {rows}, pages of {size}, {company} others: another LSE"
+
+
+@check
+def prepared_paged_calls_follow_their_tensors():
+    """Bitwise eager calls, eager and captured, without waiting for the device."""
+    for text, lengths in (
+        ("b8 h32/8 q1 k4096 d128 bf16 causal paged16", [(1, n) for n in zipf(8, 4096)]),
+        ("b3 h8/2 q300 k2048 d64 bf16 causal packed paged16", [(200, 2000), (1, 1500), (90, 99)]),
+    ):
+        given = paged.paged_operands(PagedProblem.parse(text), lengths, device="cuda")[0]
+        options = {"cu_seqlens_q": given.cu_seqlens_q, "return_lse": True}
+        attend = rowmax.prepare_paged(*given[:5], **options)
+        attend()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            attend()
+        for step in range(20):
+            given.q.normal_()
+            given.seqlens_k.sub_(1 if step else 0).clamp_(min=0)
+            torch.cuda.set_sync_debug_mode("error")
+            want = rowmax.attention_paged(*given[:5], **options)
+            results = attend()
+            torch.cuda.set_sync_debug_mode("default")
+            assert all(torch.equal(*pair) for pair in zip(results, want, strict=True)), f"'{text}' step {step}: another result"
+            for result in results:
+                result.fill_(7.0)
+            graph.replay()
+            assert all(torch.equal(*pair) for pair in zip(results, want, strict=True)), (
+                f"'{text}' step {step}: a replay differs"
+            )
+
+
+@check
+def eight_bits_are_stored_as_on_the_cpu():
+    """Rounded, cut off and scaled alike, by head and by page; and what is no number goes where it is seen."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, table = torch.tensor([70, 33]), torch.randperm(16, generator=generator).view(2, 8)
+    cu = torch.tensor([0, 50, 83])
+    for dtype in (torch.bfloat16, torch.float16):
+        for shape in ((2,), (16, 2)):
+            scales = {name: 2 * torch.rand(shape, generator=generator) / 448 + 1e-4 for name in ("k_scale", "v_scale")}
+            pages = [torch.zeros(16, 16, 2, dim).to(torch.float8_e4m3fn) for dim in (128, 80)]
+            new = [torch.randn(83, 2, dim, generator=generator).to(dtype) for dim in (128, 80)]
+            for t in new:
+                t[3, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+            on_gpu = [t.cuda() for t in pages]
+            rowmax.append_kv(*pages, *new, table, lengths, cu_seqlens=cu, **scales)
+            there = {name: scale.cuda() for name, scale in scales.items()}
+            given = (*on_gpu, *(t.cuda() for t in new), table.cuda(), lengths.cuda())
+            rowmax.append_kv(*given, cu_seqlens=cu.cuda(), **there, debug=True)
+            for one, other in zip(on_gpu, pages, strict=True):
+                torch.testing.assert_close(one.cpu().float(), other.float(), rtol=0, atol=0, equal_nan=True)
+    for by_page in (False, True):
+        for kind in ("nan(v)", "nan(k)", "spiky(3)"):
+            problem = PagedProblem.parse("b2 h4/2 q6 k80 d64 fp16 causal paged16 e4m3")
+            report = paged.check_paged(problem, [(6, 75), (6, 16)], kind, device="cuda", page_scales=by_page)
+            assert report.ok, str(report)
+
+
+@check
+def a_cache_in_eight_bits_is_that_of_the_cpu():
+    """The same steps: the same scales and numbers, without waiting for the device."""
+    caches = [
+        rowmax.PagedKVCache(64, page_size=16, heads=2, dim=64, dtype=torch.float8_e4m3fn, device=device)
+        for device in ("cpu", "cuda")
+    ]
+    generator = torch.Generator().manual_seed(0)
+    sequences = [[cache.add() for _ in range(3)] for cache in caches]
+    warm = True
+    for counts in ([33, 1, 20], [1, 1, 1], [5, 0, 40], 1, 1):
+        tokens = 3 * counts if isinstance(counts, int) else sum(counts)
+        shape = (3, counts, 2, 64) if isinstance(counts, int) else (tokens, 2, 64)
+        new = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
+        results = []
+        for cache, mine in zip(caches, sequences, strict=True):
+            step = cache.extend(mine, counts)
+            k, v = (t.to(cache.k_pages.device) for t in new)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("default" if warm else "error")
+            cache.append(step, k, v)
+            results.append(cache.attend(step, k.repeat_interleave(2, -2)))
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(results[1].cpu(), results[0])
+        warm = False
+    for name in ("k_pages", "v_pages", "k_scale", "v_scale"):
+        one, other = (getattr(cache, name).cpu().float() for cache in caches)
+        assert torch.equal(one, other), f"{name}: other numbers than on the CPU"
+
+
+@check
+def shared_pages_are_read_once():
+    """Under the rule, captured, and without waiting for the device."""
+    for text, lengths, share in (
+        ("b16 h32/8 q1 k4096 d128 bf16 causal paged16", [(1, 3000 + 61 * i) for i in range(16)], 187),
+        ("b4 h8/2 q3 k2048 d64 fp16 causal paged64", [(3, 1100 + 200 * i) for i in range(4)], 16),
+        ("b3 h8/2 q40 k1024 d128 bf16 causal packed paged16", [(20, 1000), (1, 700), (17, 640)], 30),
+    ):
+        problem = PagedProblem.parse(text)
+        given, flat, packed = paged.paged_operands(problem, lengths, device="cuda")
+        given.block_table[:, :share] = given.block_table[:1, :share]
+        first = 0
+        for _, keys in lengths:
+            for t in (packed.k, packed.v):
+                t[first : first + share * problem.page_size] = t[: share * problem.page_size]
+            first += keys
+
+        def call(given=given, share=share):
+            return rowmax.attention_shared(*given[:5], share, cu_seqlens_q=given.cu_seqlens_q, return_lse=True)
+
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        results = call()
+        torch.cuda.set_sync_debug_mode("default")
+        report = testing.check_forward(flat, packed, *paged.as_packed(problem, *results))
+        assert report.ok, str(report)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(captured, results, strict=True)), f"'{text}': a replay differs"
+
+
+CHECKS |= gpu_models.CHECKS

@@ -13,7 +13,7 @@ from compile_only import facts
 
 from rowmax import Device, PagedProblem, Problem, plan
 from rowmax.kernels import decode_launch
-from rowmax.paged import PagedOperands
+from rowmax.paged import AppendOperands, PagedOperands
 
 
 def calls(problem: Problem, device: Device):
@@ -38,7 +38,13 @@ def calls(problem: Problem, device: Device):
     elements = decode_launch.part_elements(problem, tile)
     parts = torch.empty(elements) if elements else None
     operands = PagedOperands(q, k, v, table, lengths, cu, *scales)
-    return decode_launch.calls(problem, operands, tile, out, None, parts, early=device.capability >= (9, 0))
+    made = decode_launch.calls(problem, operands, tile, out, None, parts, early=device.capability >= (9, 0))
+    if eight_bits:  # what such a cache launches besides
+        new = (torch.empty(problem.batch, *t.shape[2:], dtype=problem.dtype) for t in (k, v))
+        made += (decode_launch.append_call(AppendOperands(k, v, *new, table, lengths, None, None, None, *scales), False),)
+        rows, a_lse = out.flatten(0, 1), torch.empty(problem.heads_q, problem.batch * problem.len_q)
+        made += (decode_launch.merge_call(rows, a_lse, rows.clone(), torch.empty(problem.outputs()[1]), problem.len_q),)
+    return made
 
 
 def main(builds: list[str]) -> None:

@@ -80,9 +80,9 @@ def append_kernel(
         partner = tl.load(k_row + other, mask=turned, other=0.0).to(tl.float32)
         k = tl.where(turned, k.to(tl.float32) * cos + tl.where(second, partner, -partner) * sin, k.to(tl.float32))
     if k_scale_ptr is not None:
-        k = k.to(tl.float32) / tl.load(k_scale_ptr + scale)
+        k = tl.div_rn(k.to(tl.float32), tl.load(k_scale_ptr + scale))
     if k_pages.dtype.element_ty == tl.float8e4nv:
-        k = clamp(k.to(tl.float32), -MOST, MOST)
+        k = tl.where(k == k, clamp(k.to(tl.float32), -MOST, MOST), k.to(tl.float32))  # what is no number stays none
     to = k_pages + page * k_page_strides[0] + slot * k_page_strides[1] + head * k_page_strides[2]
     tl.store(to + dims, k.to(k_pages.dtype.element_ty), mask=dims < DIM)
     if v_ptr is not None:
@@ -90,8 +90,8 @@ def append_kernel(
         v_row = v_ptr + first * v_strides[0] + row * v_strides[1] + head * v_strides[2]
         v = tl.load(v_row + dims_v, mask=dims_v < DIM_V, other=0.0)
         if v_scale_ptr is not None:
-            v = v.to(tl.float32) / tl.load(v_scale_ptr + scale)
+            v = tl.div_rn(v.to(tl.float32), tl.load(v_scale_ptr + scale))
         if v_pages.dtype.element_ty == tl.float8e4nv:
-            v = clamp(v.to(tl.float32), -MOST, MOST)
+            v = tl.where(v == v, clamp(v.to(tl.float32), -MOST, MOST), v.to(tl.float32))
         to = v_pages + page * v_page_strides[0] + slot * v_page_strides[1] + head * v_page_strides[2]
         tl.store(to + dims_v, v.to(v_pages.dtype.element_ty), mask=dims_v < DIM_V)
