@@ -389,3 +389,29 @@ def test_bent_scores(text):
     tensors = (*operands[:5], operands.slopes, operands.sink)
     through = torch.ops.rowmax.backward_scored([True, True, True, problem.sink], by[2], by[3], out, lse, *tensors, *numbers)
     close([a + b for a, b in zip(by[4:], through, strict=True)][: len(leaves)], wanted, "derivatives")
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    """Of one head, also where its rows see nothing; the other heads keep theirs."""
+    problem = Problem.parse("b1 h2 q9 k5 d3 fp64 causal sink")
+    operands = testing.operands(problem)
+    operands = operands._replace(sink=torch.tensor([-torch.inf, 0.5], dtype=torch.float64))
+    direction = second_order.Direction(*(torch.ones_like(t) for t in operands[:3]), torch.ones(2, dtype=torch.float64))
+    found = []
+    for sink in (operands.sink, None):
+        one, given = problem.with_(sink=sink is not None), operands._replace(sink=sink)
+        out, lse = testing.attend(one, given)
+        moved = second_order.forward_mode(
+            one, given, out, lse, direction._replace(sink=None if sink is None else direction.sink)
+        )
+        found.append((moved[0][:, :, 0], moved[1][:, 0]))
+    close(found[0], found[1], "head 0")
+
+
+def test_huge_scores_stay_finite():
+    """Scores of 1e11, whose rounding alone exceeds the range of the exponential."""
+    _, ours, _, inputs, _ = make("b1 h2 q40 k70 d64 fp32 causal")
+    inputs = tuple(torch.full_like(t, 133120.0) for t in inputs)
+    along = tuple(torch.ones_like(t) for t in inputs)
+    for t in (*forward_mode(ours, inputs, along), *backward_through_backward(ours, inputs, along)):
+        assert bool(torch.isfinite(t).all())
