@@ -106,6 +106,22 @@ def test_shapes_are_larger_than_the_cache_and_dense_fits():
     assert len(counters.verdict_jobs(H200, 12)) >= 8
 
 
+def test_ncu_is_asked_for_what_the_chip_has(tmp_path):
+    """A shell script in its place: it knows the tensor cores by an older name, and prints what it was asked."""
+    fake = tmp_path / "ncu"
+    older = counters.METRICS["tensor"][1].split(".")[0]
+    names = [*(name.split(".")[0] for name in NAMES if "tensor" not in name), older]
+    listed = "\n".join(f"{name}   unit   what it counts" for name in names)
+    fake.write_text(f'#!/bin/sh\ncase "$1" in --query-metrics) cat <<END\n{listed}\nEND\n;; *) echo "$@";; esac\n')
+    fake.chmod(0o755)
+    asked = counters.profile(str(fake), [counters.Job("b1 h8 q64 k64 d64 bf16", "q_outer", True)], 4.0).split()
+    metrics = asked[asked.index("--metrics") + 1].split(",")
+    assert len(metrics) == len(counters.METRICS)
+    assert counters.METRICS["tensor"][1] in metrics
+    assert asked[asked.index("--time-limit") + 1] == "3.0"
+    assert asked[asked.index("--profile-from-start") + 1] == "off"
+
+
 def test_without_a_gpu_or_ncu(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert counters.main([]) == 1
