@@ -69,7 +69,8 @@ def attention(
     Returns:
         out `[B, Tq, Hq, Dv]` in the inputs' dtype; with `return_lse` also lse `[B, Hq, Tq]`, fp32, natural logarithm. A query
         that sees no key gives 0 and -inf (the sink, if there is one). Gradients flow to q, k, v, the sink and the
-        bias through both results, to first order.
+        bias through both results: to first order, and where nothing but the band bends scores to second order, with forward
+        mode (`torch.func.jvp`), in linear memory.
 
     Raises:
         ProblemError: the arguments contradict each other; the message says what arrived, what is required and the fix.
