@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rowmax.analysis import lesson_pictures
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "lessons").glob("*.md"))
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,6 +44,13 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("name", lesson_pictures.PICTURES)
+def test_pictures_are_what_the_model_says(name):
+    """`python -m rowmax.analysis.lesson_pictures docs/lessons/pictures` writes them."""
+    assert (ROOT / "docs" / "lessons" / "pictures" / f"{name}.svg").read_text() == lesson_pictures.PICTURES[name]()
+    assert f"](pictures/{name}.svg)" in (ROOT / "docs" / "lessons" / f"{name}.md").read_text()
 
 
 def test_figures_are_those_of_the_results():

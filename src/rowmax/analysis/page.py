@@ -121,18 +121,21 @@ def _roofline(problem: Problem, device: Device, facts: dict[str, Any], predictio
     for label, roof, kind in (("tensor cores", tensor, "tensor"), ("exponentials", exps, "exp")):
         (x0, y0), (x1, _) = at(10**left, roof), at(10**right, roof)
         lines.append(f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y0:.1f}"/>')
-        lines.append(f'<text x="{x0 + 6:.1f}" y="{y0 - 5:.1f}">{label}: {roof / 1e12:,.0f} TFLOP/s</text>')
+        x, anchor = (x0 + 6, "start") if kind == "tensor" else (x1 - 6, "end")  # at d64 both roofs are one
+        said = f"{label}: {roof / 1e12:,.0f} TFLOP/s"
+        lines.append(f'<text x="{x:.1f}" y="{y0 - 5:.1f}" text-anchor="{anchor}">{said}</text>')
     lowest = max(10**left, 10**bottom / memory)
     (x0, y0), (x1, y1) = at(lowest, lowest * memory), at(10**top / memory, 10**top)
     lines.append(f'<line class="hbm" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>')
     lines.append(f'<text x="{x0 + 12:.1f}" y="{y0 - 4:.1f}">HBM: {memory / 1e12:.2f} TB/s</text>')
-    for name, x, y in spots:
+    for number, (name, x, y) in enumerate(sorted(spots, key=lambda spot: spot[2])):
         px, py = at(x, y)
+        py_text = py + 16 if number % 2 == 0 else py - 8  # neighbours do not write over each other
         lines.append(f'<circle class="spot" cx="{px:.1f}" cy="{py:.1f}" r="5"><title>{escape(name)}</title></circle>')
         anchor = "end" if px > WIDTH - 250 else "start"
         said = f"{escape(name.split('[')[0])}: {y / 1e12:,.3g} TFLOP/s, {x:,.3g} a byte"
         lines.append(
-            f'<text x="{px + (8 if anchor == "start" else -8):.1f}" y="{py + 16:.1f}" text-anchor="{anchor}">{said}</text>'
+            f'<text x="{px + (8 if anchor == "start" else -8):.1f}" y="{py_text:.1f}" text-anchor="{anchor}">{said}</text>'
         )
     lines.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">FLOPs a byte from HBM</text>')
     return _svg("roofline", HEIGHT, lines)
