@@ -14,7 +14,7 @@ import pytest
 
 from rowmax import Device, PagedProblem, Plan, Problem
 from rowmax.analysis import launches_backward as backward
-from rowmax.analysis import predict_cpu
+from rowmax.analysis import predict_cpu, report
 from rowmax.analysis.cost import flops_of, sequences
 from rowmax.analysis.predict import VERDICTS, predict
 from rowmax.device import Rates
@@ -153,6 +153,18 @@ def test_decoding_rows():
     assert len(errors) == 16
     assert sum(error <= 0.10 for error in errors) >= 11
     assert max(errors) <= 0.25
+
+
+def test_another_number_of_parts_is_advised():
+    """Parts of a row are joined one after another: with 32 for 8192 keys that takes longer than reading them."""
+    problem = Problem.parse("b1 h32/8 q1 k8192 d128 bf16")
+    found = report.explain(problem, H200, plan="split_kv[16x64 w4 s3 x32]")
+    (advised,) = (one for one in found["advice"] if "instead of 32" in one["what"])
+    assert not advised["taken"]
+    assert advised["gain"] > report.PARTS_WORTH
+    assert predict(problem, H200, advised["plan"]).seconds * 1e3 == advised["predicted_ms"]
+    best = report.explain(problem, H200, plan=advised["plan"])
+    assert not any("instead of" in one["what"] for one in best["advice"])
 
 
 def test_a_cache_in_8_bits_and_a_latent_one_are_read_faster():

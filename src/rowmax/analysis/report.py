@@ -27,6 +27,7 @@ from rowmax.plan.split_kv import SplitTile
 from rowmax.problem import Problem
 
 WORTH = 1.03  # of a gain, to be mentioned; tiles, which the model knows less well, TILE_WORTH
+PARTS_WORTH = 1.05  # of another number of parts: more fill the chip, but are joined one after another
 TILE_WORTH, MOST_TILES = 1.15, 16
 OTHERS = ("split_kv", "hopper", "q_outer")
 
@@ -185,6 +186,16 @@ def advice(problem: Problem, device: Device, mine: Prediction, lengths: Optional
             ways = f"{parts} parts of keys" if tile.together else f"keys split {tile.parts} ways"
             what = f"{_few(problem)} makes {blocks} blocks for {device.sms} SMs: {ways}"
             add(what, mine, one.seconds / mine.seconds, taken=True)
+    if isinstance(tile, SplitTile) and tile.how == "x":
+        tried = {
+            number: _try(problem, device, Plan(mine.plan.algorithm, (replace(tile, parts=number),)), lengths)
+            for number in (2**i for i in range(8))
+        }
+        known = {number: one for number, one in tried.items() if one is not None}
+        best_number = min(known, key=lambda number: known[number].seconds, default=tile.parts)
+        if best_number != tile.parts and mine.seconds >= PARTS_WORTH * known[best_number].seconds:
+            what = f"{best_number} parts of the keys instead of {tile.parts}"
+            add(what, known[best_number], mine.seconds / known[best_number].seconds)
     for name in OTHERS:
         if name != mine.plan.algorithm and (other := _try(problem, device, name, lengths)) is not None:
             gain = mine.seconds / other.seconds
