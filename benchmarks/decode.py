@@ -3,7 +3,7 @@
     python benchmarks/decode.py                        the eight shapes and their paged forms; then lengths that differ, latent
                                                        attention, pages in 8 bits, and a prefix that all sequences share
     python benchmarks/decode.py --sweep                tiles of the split-KV kernel on the same shapes, rowmax alone
-    python benchmarks/decode.py --only 0,3 --json decode.json
+    python benchmarks/decode.py --only 0,3 --json decode.json; --rest: without the eight shapes
 
 Every result is checked against the definition before it is timed, and nothing is printed for one that is wrong. Bytes are those
 that must be read and written: q, keys and values of the sequences' lengths, output.
@@ -61,7 +61,7 @@ def main() -> int:
     options = _parser().parse_args()
     device = torch.device("cuda")
     rows: list[dict] = []
-    shapes = [SHAPES[int(i)] for i in options.only.split(",")] if options.only else SHAPES
+    shapes = [SHAPES[int(i)] for i in options.only.split(",")] if options.only else () if options.rest else SHAPES
     begin = time.monotonic()
     for text in shapes:
         if time.monotonic() - begin > options.time_limit:
@@ -330,6 +330,7 @@ def _host_us(call: Callable, turns: int = 200) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Decoding beside the peers.")
     parser.add_argument("--only", default="", help="numbers of shapes, from 0: '0,3'")
+    parser.add_argument("--rest", action="store_true", help="what comes behind the eight shapes, alone")
     parser.add_argument("--sweep", action="store_true", help="tiles of the split-KV kernel instead of peers")
     parser.add_argument("--top", type=int, default=8, help="how many tiles of a sweep to print")
     parser.add_argument("--seconds", type=float, default=0.5, help="for the replays of one shape")
