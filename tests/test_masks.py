@@ -24,7 +24,7 @@ PROBLEMS = {
 def arguments(problem, operands, plan=""):
     left, right = problem.band
     numbers = (problem.max_len_q, problem.max_len_k, problem.scale, left, right, problem.deterministic, plan, problem.softcap)
-    return (*operands, *numbers)
+    return (*operands, *numbers, problem.dropout)
 
 
 def random_call(dtype=torch.float64, lengths=(9, 12), heads=(4, 2), batch=2):
@@ -132,10 +132,10 @@ def test_gradcheck(letters):
     assert torch.autograd.gradcheck(call, leaves)
 
 
-@pytest.mark.parametrize("needed", [(3,), (0, 3), (1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("needed", [(3,), (1, 2, 3)])
 def test_any_subset_of_inputs_may_need_a_gradient(needed, backend, device):
     """B91: also the bias alone. Bit for bit as when all need one, and twice the same."""
-    problem = Problem.parse("b2 h4/2 q20 k24 d16 fp32 bias(hqk) mask(bk)")
+    problem = Problem.parse("b2 h2/1 q17 k16 d16 fp32 bias(hqk) mask(bk)")
     operands = testing.operands(problem, device=device)
     given = testing.cotangents(problem, device=device)
     try:
@@ -155,12 +155,12 @@ def test_any_subset_of_inputs_may_need_a_gradient(needed, backend, device):
 
 
 def test_a_bias_of_any_strides_and_an_expanded_one(backend, device):
-    q, k, v = (t.to(device) for t in random_call(torch.float32, lengths=(20, 24)))
-    base = torch.randn(24, 2, 20, 2, device=device)
+    q, k, v = (t.to(device) for t in random_call(torch.float32, lengths=(9, 12), heads=(2, 1)))
+    base = torch.randn(12, 2, 9, 2, device=device)
     results = []
     for make in (lambda t: t.permute(1, 3, 2, 0)[:, :1], lambda t: t.permute(1, 3, 2, 0)[:, :1].contiguous()):
         leaf = base.clone().requires_grad_()
-        for bias in (make(leaf), make(leaf).expand(2, 4, 20, 24)):
+        for bias in (make(leaf), make(leaf).expand(2, 2, 9, 12)):
             try:
                 out = rowmax.attention(q, k, v, bias=bias, plan=backend)
             except Unsupported as refused:

@@ -33,6 +33,8 @@ def attention(
     seqlens_q: Optional[torch.Tensor] = None,
     seqlens_k: Optional[torch.Tensor] = None,
     leftpad_k: Optional[torch.Tensor] = None,
+    dropout_p: float = 0.0,
+    seed: Union[None, int, torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -62,6 +64,11 @@ def attention(
         seqlens_q: `[B]`: queries from it on see nothing, as though Tq were that number. Self-attention padded on the right has
             seqlens_q = seqlens_k. These three take no bias or mask beside them. They run as packed sequences do, on views where
             batches lie Tq or Tk rows apart, else on copies; on a GPU they are not read back, and are clamped.
+        dropout_p: each weight is dropped with this probability, and multiplied by 1 / (1 - dropout_p) otherwise, after the
+            softmax: the LSE knows nothing of it. Pass 0 in evaluation; there is no hidden mode.
+        seed: of dropout: an integer, or an int64 tensor `[1]` on q's device; with `None` one is drawn from torch's generator of
+            that device. Which weights are dropped depends on the seed and on (row of the batch, query head, query, key) alone,
+            on every backend, and is the same in the backward: `rowmax.reference.dropout` gives it.
         return_lse: also return the log-sum-exp of the scaled, masked scores.
         deterministic: ask for a bitwise repeatable backward (the forward always is).
         plan: `None`, or an algorithm by name ("q_outer", "tiled", ...), or a `Plan`; see `rowmax.plan`.
@@ -80,11 +87,11 @@ def attention(
     Gemma 2 (2024, section 2); ALiBi: Press et al. (2022); sinks as in gpt-oss (2025), after Xiao et al. (2023).
     """
     scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
-    if bias is not None or mask is not None:
-        scores = (*(scores or (None,) * 3), bias, mask)
+    if bias is not None or mask is not None or dropout_p:
+        scores = (*(scores or (None,) * 3), bias, mask, seed, dropout_p)
     if seqlens_q is not None or seqlens_k is not None or leftpad_k is not None:
         lengths = Lengths(seqlens_q, seqlens_k, leftpad_k)
-        if scores is not None and len(scores) > 3:
+        if bias is not None or mask is not None:
             raise ProblemError(
                 "seqlens_q, seqlens_k and leftpad_k come without a bias or a mask; hide the padding in the mask instead: "
                 "mask & (torch.arange(Tk) < seqlens_k[:, None])[:, None, None]."
@@ -108,6 +115,8 @@ def attention_varlen(
     softcap: Optional[float] = None,
     alibi_slopes: Optional[torch.Tensor] = None,
     sink: Optional[torch.Tensor] = None,
+    dropout_p: float = 0.0,
+    seed: Union[None, int, torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -127,7 +136,9 @@ def attention_varlen(
     The other arguments, errors and conventions (bottom-right alignment within each sequence) are those of `attention`.
     """
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
-    scores = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
+    scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
+    if dropout_p:
+        scores = (*(scores or (None,) * 3), None, None, seed, dropout_p)
     return _call(
         q,
         k,
@@ -254,7 +265,7 @@ def _call_padded(q, k, v, lengths, causal, window, scale, return_lse, determinis
     batch, len_q, len_k = q.shape[0], q.shape[1], k.shape[1]
     cu = cu_seqlens(lengths, batch, len_q, len_k, q.device)
     if scores is not None and isinstance(scores[1], torch.Tensor) and scores[1].dim() == 2:
-        scores = (scores[0], scores[1].repeat_interleave(RUNS, 0), scores[2])
+        scores = (scores[0], scores[1].repeat_interleave(RUNS, 0), *scores[2:])
     flat = (t.flatten(0, 1) for t in (q, k, v))
     found = _call(*flat, *cu, len_q, len_k, causal, window, scale, return_lse, deterministic, plan, scores)
     if not return_lse:
@@ -262,21 +273,39 @@ def _call_padded(q, k, v, lengths, causal, window, scale, return_lse, determinis
     return found[0].unflatten(0, (batch, len_q)), found[1].unflatten(1, (batch, len_q)).transpose(0, 1).contiguous()
 
 
-def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink, *pairs):
+def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink, *more):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, tensor in (("alibi_slopes", slopes), ("sink", sink)):
         if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ProblemError(f"{name} must be a tensor of floating point numbers, one for each query head; got {kind}.")
     slopes, sink = (None if t is None else t.to(wide) for t in (slopes, sink))
-    for name, tensor in zip(("bias", "mask"), pairs, strict=False):
+    for name, tensor in zip(("bias", "mask"), more, strict=False):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a tensor [B|1, H|1, Tq|1, Tk|1] or None; got {type(tensor).__name__}.")
-    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink, *pairs))
+    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink, *more[:1]))
     softcap = softcap if type(softcap) is float else 0.0 if softcap is None else _number("softcap", softcap)
-    forward = FORWARD_MASKED if pairs else FORWARD_SCORED
-    out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink, *pairs, *numbers, softcap)
+    call = (return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink)
+    if more:
+        bias, mask, seed, dropout_p = more
+        dropout_p = _number("dropout_p", dropout_p)
+        out, lse = FORWARD_MASKED(*call, bias, mask, _seed(seed, q.device, dropout_p), *numbers, softcap, dropout_p)
+    else:
+        out, lse = FORWARD_SCORED(*call, *numbers, softcap)
     return (out, lse) if return_lse else out
+
+
+def _seed(seed, device, dropout_p: float) -> Optional[torch.Tensor]:
+    """int64 `[1]`; None where nothing is dropped, and then nothing is drawn."""
+    if not dropout_p:
+        return None
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if isinstance(seed, torch.Tensor):
+        return seed.reshape(1) if seed.dim() == 0 else seed
+    if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)) or not -(2**63) <= seed < 2**63:
+        raise ProblemError(f"seed must be an integer of 64 bits, an int64 tensor [1] or None; got {seed!r}.")
+    return torch.full((1,), seed, dtype=torch.int64, device=device)  # type: ignore[arg-type]
 
 
 def _numbers(q, k, v, max_q, max_k, causal, window, scale, return_lse, deterministic, plan):

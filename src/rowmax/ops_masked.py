@@ -1,7 +1,8 @@
-"""The operators of calls that give something for pairs of queries and keys: an added bias, a boolean mask. What `ops_scored`
-takes may come as well. `api` takes them where a call has any.
+"""The operators of calls that treat pairs of queries and keys one by one: an added bias, a boolean mask, dropout. What
+`ops_scored` takes may come as well. `api` takes them where a call has any.
 
-Apart, as `ops_scored` is, so that other calls pay nothing for them. The bias and the sink are differentiable.
+Apart, as `ops_scored` is, so that other calls pay nothing for them. The bias and the sink are differentiable. The seed of
+dropout is a tensor, so that a graph may be replayed with another.
 """
 
 import torch
@@ -14,10 +15,10 @@ from rowmax.problem import Operands, Problem, aligned
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? slopes, Tensor? sink, Tensor? bias, "
-    "Tensor? mask, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, SymInt? left, SymInt? right, bool deterministic, "
-    "str plan, float softcap"
+    "Tensor? mask, Tensor? seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, SymInt? left, SymInt? right, "
+    "bool deterministic, str plan, float softcap, float dropout_p"
 )
-_TENSORS, _NUMBERS = 9, 8  # of them
+_TENSORS = 10  # of them come first
 _SINK, _BIAS = 6, 7  # which have gradients, beside the first three
 ops._LIBRARY.define(f"forward_masked(bool need_lse, {_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 ops._LIBRARY.define(
@@ -32,7 +33,7 @@ BACKWARD_MASKED = torch.ops.rowmax.backward_masked.default
 def _describe(*call):
     # Kernels read them without strides.
     tensors = [None if t is None else t.contiguous() for t in call[3:_BIAS]]
-    max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _, softcap = call[_TENSORS:]
+    max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _, softcap, dropout_p = call[_TENSORS:]
     operands = Operands(*call[:3], *tensors, *call[_BIAS:_TENSORS])
     problem = Problem.describe(
         operands,
@@ -43,6 +44,7 @@ def _describe(*call):
         max_len_k=max_seqlen_k,
         deterministic=deterministic,
         softcap=softcap,
+        dropout=dropout_p,
     )
     return problem, operands
 
@@ -150,8 +152,8 @@ class _FirstOrderOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise NotImplementedError(
-            "double backward (second-order gradients) through rowmax attention with a bias or a mask is not implemented; "
-            "use rowmax.reference.attention, which autograd differentiates to any order."
+            "double backward (second-order gradients) through rowmax attention with a bias, a mask or dropout is not "
+            "implemented; use rowmax.reference.attention, which autograd differentiates to any order."
         )
 
 
@@ -161,8 +163,8 @@ def _forward_autograd(*arguments):
         raise NotImplementedError("a gradient of ALiBi slopes is not implemented: pass alibi_slopes.detach().")
     if ops.in_forward_mode() and any(t is not None and _has_tangent(t) for t in leaves):
         raise NotImplementedError(
-            "forward-mode differentiation (jvp) through rowmax attention with a bias or a mask is not implemented; use "
-            "rowmax.reference.attention."
+            "forward-mode differentiation (jvp) through rowmax attention with a bias, a mask or dropout is not implemented; "
+            "use rowmax.reference.attention."
         )
     return _Masked.apply(*arguments) if ops._requires_grad(*leaves) else _below_autograd(FORWARD_MASKED, *arguments)
 

@@ -60,7 +60,7 @@ def _check(name: str, tensor, batch: int, device) -> None:
 
 def _check_values(lengths: Lengths, len_q: int, end: torch.Tensor, len_k: int) -> None:
     """Only on the CPU, where reading costs nothing."""
-    most = {"seqlens_q": len_q, "seqlens_k": len_k, "leftpad_k": end}
+    most: dict = {"seqlens_q": len_q, "seqlens_k": len_k, "leftpad_k": end}
     for name, tensor in zip(Lengths._fields, lengths, strict=True):
         if tensor is not None and bool(((tensor < 0) | (tensor > most[name])).any()):
             limit = "seqlens_k" if name == "leftpad_k" else str(most[name])

@@ -18,7 +18,7 @@ import torch
 
 from rowmax.errors import ProblemError
 from rowmax.mask import Band
-from rowmax.scores import GIVEN_FOR, check_scores, given_for
+from rowmax.scores import GIVEN_FOR, check_scores, check_seed, given_for
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -40,6 +40,7 @@ class Operands(NamedTuple):
     sink: Optional[torch.Tensor] = None  # one logit a query head, `[H]`, in the LSE's type
     bias: Optional[torch.Tensor] = None  # added to scores, `[B|1, H|1, Q|1, K|1]`, fp32 or q's type
     mask: Optional[torch.Tensor] = None  # bool of such a shape: False hides a key from a query
+    seed: Optional[torch.Tensor] = None  # of dropout, int64 `[1]`
 
 
 def aligned(*tensors: Optional[torch.Tensor]) -> bool:
@@ -75,6 +76,7 @@ class Problem:
         bias: what an added bias is given for, letters of "bhqk" (batch, query head, query, key); the others are broadcast. "1"
             is one number, "" is none; with ",fp32" behind where it is fp32 and q is not.
         mask: the same of a boolean mask.
+        dropout: probability with which a weight is dropped; those kept are multiplied by 1 / (1 - dropout).
     """
 
     batch: int
@@ -96,6 +98,7 @@ class Problem:
     sink: bool = False
     bias: str = ""
     mask: str = ""
+    dropout: float = 0.0
 
     max_dim: ClassVar[int] = MAX_DIM
     more_words: ClassVar[tuple] = ()  # of the spelling of a kind of problem, in the form of `_WORDS`
@@ -124,6 +127,8 @@ class Problem:
                 raise ProblemError(f"{name} must be '1' or some of the letters 'bhqk', in this order; got {letters!r}.")
             if letters and self.packed:
                 raise ProblemError(f"a {name} belongs to dense tensors [B, T, H, D]; got packed ones in '{self}'.")
+        if not 0 <= self.dropout < 1:
+            raise ProblemError(f"dropout_p must be at least 0 and below 1; got {self.dropout}.")
         if self.dtype not in DTYPE_NAMES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
 
@@ -145,12 +150,17 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Nothing happens to scores but the scale, the band and the softmax."""
-        return not (self.softcap or self.alibi or self.sink or self.pairs)
+        return not (self.softcap or self.alibi or self.sink or self.pairs or self.dropout)
 
     @property
     def pairs(self) -> bool:
         """Something is read for every pair of a query and a key."""
         return bool(self.bias or self.mask)
+
+    @property
+    def drop_below(self) -> int:
+        """A weight is dropped where its draw of 31 bits is below this."""
+        return min(round(self.dropout * 2**31), 2**31 - 1)
 
     @property
     def dtype_name(self) -> str:
@@ -191,6 +201,8 @@ class Problem:
         if self.sink:
             words.append("sink")
         words += [f"{name}({letters})" for name, letters in (("bias", self.bias), ("mask", self.mask)) if letters]
+        if self.dropout:
+            words.append(f"dropout={self.dropout!r}")
         if self.deterministic:
             words.append("deterministic")
         return " ".join(words)
@@ -246,6 +258,7 @@ class Problem:
         max_len_k: Optional[int] = None,
         deterministic: bool = False,
         softcap: float = 0.0,
+        dropout: float = 0.0,
     ) -> "Problem":
         """Validate tensors and arguments and name every dimension. Keeps no tensor and reads no device memory.
 
@@ -265,7 +278,11 @@ class Problem:
         if alibi or operands.sink is not None:
             check_scores(operands, q.shape[0] if batch is None else batch)
         if operands.bias is not None or operands.mask is not None:
-            call = (*call, *(given_for(name, operands, batch is not None) for name in ("bias", "mask")))
+            call = (*call, *(given_for(name, operands, batch is not None) for name in ("bias", "mask")), dropout)
+        elif dropout:
+            call = (*call, "", "", dropout)
+        if dropout or operands.seed is not None:
+            check_seed(operands, dropout)
         try:
             return _describe(*call)  # type: ignore[arg-type]
         except TypeError:  # symbolic sizes cannot be hashed
@@ -274,7 +291,7 @@ class Problem:
 
 _EXAMPLE = (
     "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 softcap=30.0 alibi sink "
-    "deterministic', if not packed also 'bias(hqk) mask(bk)'"
+    "dropout=0.1 deterministic', if not packed also 'bias(hqk) mask(bk)'"
 )
 _REQUIRED = {"h<heads>": "heads_q", "q<len>": "len_q", "d<dim>": "dim_qk", "<dtype>": "dtype"}
 
@@ -305,6 +322,7 @@ _WORDS = (
     (r"alibi\(batch\)", lambda m: {"alibi": "batch"}),
     (r"sink", lambda m: {"sink": True}),
     (r"bias\((1|[bhqk]+)(,fp32)?\)", lambda m: {"bias": m[1] + (m[2] or "")}),
+    (r"dropout=(\d*\.?\d+(?:e[-+]?\d+)?)", lambda m: {"dropout": float(m[1])}),
     (r"mask\((1|[bhqk]+)\)", lambda m: {"mask": m[1]}),
     (r"deterministic", lambda m: {"deterministic": True}),
 )
@@ -313,7 +331,7 @@ _WORDS = (
 @lru_cache(maxsize=4096)
 def _describe(
     cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, sink,
-    bias="", mask="",
+    bias="", mask="", dropout=0.0,
 ) -> Problem:  # fmt: skip
     """The part of `describe` that depends on shapes and numbers only, so that repeated calls are a dictionary lookup."""
     packed = batch is not None
@@ -373,6 +391,7 @@ def _describe(
         sink,
         bias,
         mask,
+        float(dropout),
     )
 
 

@@ -27,7 +27,51 @@ def alibi(slopes, len_q: int, len_k: int, rows=None) -> torch.Tensor:
     return -slopes[..., None, None] * (i + len_k - len_q - j).abs().to(slopes.dtype)
 
 
-def attention(q, k, v, *, left=None, right=None, scale=None, seen=None, softcap=0.0, slopes=None, bias=None, sink=None):
+def dropout(seed: int, p: float, sequences, heads: int, len_q: int, len_k: int, rows=None) -> torch.Tensor:
+    """Boolean `[len(sequences), heads, len_q, len_k]`: the weights that a seed keeps. `sequences`: numbers; `rows`: only those.
+
+    Word j % 4 of Philox4x32 with 7 rounds, key (seed % 2^32, seed // 2^32), counter (j // 4, i, head, sequence), without its
+    last bit, is at least p 2^31. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    """
+    device = rows.device if rows is not None else None
+    j = torch.arange(len_k, device=device)
+    i = (torch.arange(len_q, device=device) if rows is None else rows).view(-1, 1)
+    h = torch.arange(heads, device=device).view(-1, 1, 1)
+    b = torch.tensor(list(sequences), dtype=torch.int64, device=device).view(-1, 1, 1, 1)
+    full = torch.zeros(b.shape[0], heads, i.shape[0], len_k, dtype=torch.int64, device=device)
+    x = [full + j // 4, full + i, full + h, full + b]
+    key, mask = [seed % 2**32, seed // 2**32 % 2**32], 2**32 - 1
+
+    def product(factor, y):  # (high, low) words, by halves of 16 bits
+        low, high = factor * (y & 0xFFFF), factor * (y >> 16)
+        whole = low + ((high & 0xFFFF) << 16)
+        return ((high >> 16) + (whole >> 32)) & mask, whole & mask
+
+    for turn in range(7):
+        high0, low0 = product(0xD2511F53, x[0])
+        high2, low2 = product(0xCD9E8D57, x[2])
+        k0, k1 = ((key[n] + turn * step) % 2**32 for n, step in enumerate((0x9E3779B9, 0xBB67AE85)))
+        x = [high2 ^ x[1] ^ k0, low2, high0 ^ x[3] ^ k1, low0]
+    word = torch.where(j % 4 == 0, x[0], torch.where(j % 4 == 1, x[1], torch.where(j % 4 == 2, x[2], x[3])))
+    return word // 2 >= min(round(p * 2**31), 2**31 - 1)
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    left=None,
+    right=None,
+    scale=None,
+    seen=None,
+    softcap=0.0,
+    slopes=None,
+    bias=None,
+    sink=None,
+    kept=None,
+    dropout_p=0.0,
+):
     """`(out, lse)` of dense attention in the inputs' own dtype.
 
     Args:
@@ -37,6 +81,7 @@ def attention(q, k, v, *, left=None, right=None, scale=None, seen=None, softcap=
         softcap: c > 0 makes a scaled score s into c tanh(s / c).
         slopes: `[Hq]` or `[B, Hq]`, the bias of `alibi`; bias: any, broadcastable to `[B, Hq, Tq, Tk]`. Both are added after
             the soft-cap, before the mask.
+        kept: boolean `[B, Hq, Tq, Tk]`, as of `dropout`: other weights become 0, these are divided by 1 - dropout_p.
         sink: `[Hq]`, one more logit in the denominator and the LSE of every row of a head, without a value.
 
     Returns:
@@ -64,6 +109,8 @@ def attention(q, k, v, *, left=None, right=None, scale=None, seen=None, softcap=
         scores, dead = torch.cat([scores, logits], -1), dead & (logits == -torch.inf)
     safe = torch.where(dead, 0.0, scores)  # a row of -inf would make softmax NaN
     p = torch.where(seen, torch.softmax(safe, -1)[..., :keys], 0.0)
+    if kept is not None:
+        p = torch.where(kept, p / (1 - dropout_p), 0.0)
     values = v[:, :, heads]
     finite = torch.isfinite(values)
     out = torch.einsum("bhij,bjhd->bihd", p, torch.where(finite, values, 0.0))

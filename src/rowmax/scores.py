@@ -57,3 +57,13 @@ def given_for(name: str, operands, packed: bool) -> str:
         )
     letters = "".join(letter for letter, size in zip("bhqk", tensor.shape, strict=True) if size != 1) or "1"
     return letters + (",fp32" if name == "bias" and tensor.dtype != q.dtype else "")
+
+
+def check_seed(operands, dropout) -> None:
+    seed, q = operands.seed, operands.q
+    if seed is None:
+        raise ProblemError(f"dropout_p={dropout} needs a seed, an int64 tensor [1] on q's device.")
+    if seed.dtype != torch.int64 or tuple(seed.shape) != (1,):
+        raise ProblemError(f"seed must be an int64 tensor of shape [1]; got {seed.dtype}, shape {list(seed.shape)}.")
+    if seed.device != q.device:
+        raise ProblemError(f"seed is on {seed.device} and q on {q.device}; move it with .to(q.device).")

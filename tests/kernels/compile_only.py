@@ -36,7 +36,8 @@ def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_
     pairs = [
         made_for(problem, letters, dtype) for letters, dtype in ((problem.bias, problem.dtype), (problem.mask, torch.bool))
     ]
-    operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None, *pairs)
+    seed = torch.zeros(1, dtype=torch.int64) if problem.dropout else None
+    operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None, *pairs, seed)
     out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
     chosen = plan(problem, device, direction=direction, prefer=algorithm)
     tiles = chosen.tiles

@@ -1,11 +1,12 @@
-"""Tests of the tests of masks and biases: one-line faults, each of which must be noticed."""
+"""Tests of the tests of masks, biases and dropout: one-line faults, each of which must be noticed."""
 
 import os
 
 import pytest
-from test_mutants import BACKWARD, CPU_FORWARD, killed_by, replaced
+from test_mutants import BACKWARD, CPU_FORWARD, FORWARD, killed_by, replaced
 
 GIVEN, BIAS, LAUNCH = "kernels/triton/given.py", "kernels/triton/bias.py", "kernels/scored_launch.py"
+DROPOUT = "kernels/triton/dropout.py"
 SCORES, CPU_BACKWARD, NONFINITE = "cpu/scores.py", "cpu/backward.py", "cpu/nonfinite.py"
 KERNEL_MUTANTS = {
     "mask of the first sequence": (GIVEN, "tl.cast(b, tl.int64) * strides[0]", "0 * tl.cast(b, tl.int64)", 1),
@@ -19,8 +20,23 @@ KERNEL_MUTANTS = {
         1,
     ),
     "bias's gradient without the last row tile": (BIAS, "turns_q = 1 if OWN_Q else row_tiles", "turns_q = 1", 1),
-    "bias's gradient not summed over heads": (LAUNCH, "sums.sum(over, keepdim=True) if over", "sums[:, :1] if over", 1),
     "a broadcast bias with strides": (LAUNCH, "0 if size == 1 else stride for", "stride for", 1),
+}
+DROPOUT_MUTANTS = {
+    "words of a draw in the wrong order": (
+        DROPOUT,
+        "tl.join(tl.join(a, c), tl.join(b, d))",
+        "tl.join(tl.join(a, b), tl.join(c, d))",
+        1,
+    ),
+    "every head drops the same": (BACKWARD, "kept(drop, first_head + member, row", "kept(drop, first_head, row", 1),
+    "dropped weights left out of the sum": (
+        FORWARD,
+        "p = tl.where(kept(drop, head, row, col, BLOCK_M, BLOCK_N, False), p, 0.0)",
+        "p = tl.where(kept(drop, head, row, col, BLOCK_M, BLOCK_N, False), p, 0.0); l = l * 0.0 + tl.sum(p, 1)",
+        1,
+    ),
+    "dropout's factor left out of dV": (BACKWARD, "tl.where(keep, p * drop[3], 0.0)", "tl.where(keep, p, 0.0)", 1),
 }
 CPU_MUTANTS = {
     "mask ignored": (SCORES, "masked_fill_(~_of_tile", "masked_fill_(0 * _of_tile", 1),
@@ -28,16 +44,26 @@ CPU_MUTANTS = {
     "no finite pivot": (CPU_FORWARD, "        if blind:\n            m.masked", "        if False:\n            m.masked", 1),
     "rows without keys have weights": (CPU_BACKWARD, "== -math.inf, math.inf)", "== -math.inf, -math.inf)", 1),
     "bias's gradient with the soft-cap's factor": (CPU_BACKWARD, "add_bias_gradient(p, ds", "add_bias_gradient(steep, ds", 1),
+    "every sequence drops the same": (SCORES, "sequence + torch.arange(rows", "0 * torch.arange(rows", 1),
+    "rows cut off are not counted": (SCORES, "first = (len_q - rows.shape[1], len_k", "first = (0, len_k", 1),
+    "delta dropped with dP": (
+        CPU_BACKWARD,
+        ".sub_(take_rows(block, chunk.delta))",
+        ".sub_(0.9 * take_rows(block, chunk.delta))",
+        1,
+    ),
     "bias from the first row": (SCORES, "slice(problem.len_q - rows.shape[1], None)", "slice(0, rows.shape[1])", 1),
     "NaN reaches rows that do not see it": (NONFINITE, "seen = seen & own[", "seen = seen | own[", 1),
 }
 # As in `test_mutants`.
 CASES = [
-    ("b2 h2/1 q20 k18 d16 fp32 causal softcap=2.0 bias(hqk) mask(bk)", "spiky", "contiguous", None),
-    ("b2 h2/1 q20 k18 d16 fp32 causal bias(k) mask(bqk)", "normal", "contiguous", None),
+    ("b2 h2/1 q18 k18 d16 fp32 causal softcap=2.0 bias(hqk) mask(bk)", "spiky", "contiguous", None),
+    ("b2 h2/1 q18 k16 d16 fp32 causal bias(k) mask(bqk)", "normal", "contiguous", None),
 ]
+DROPOUT_CASES = [("b1 h2/1 q16 k20 d16 fp32 dropout=0.3", "normal", "contiguous", None)]
 CPU_CASES = [
     *CASES,
+    ("b2 h2/1 q20 k18 d16 fp32 causal dropout=0.3", "normal", "contiguous", None),
     ("b1 h2 q20 k20 d16 fp16 mask(qk)", "nan(v)", "contiguous", None),
     ("b1 h2 q20 k20 d16 fp32 mask(qk)", "nan(q)", "contiguous", None),
 ]
@@ -51,6 +77,13 @@ def test_kernel_mutant_is_killed(name, tmp_path):
         assert killed_by(CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@pytest.mark.parametrize("name", DROPOUT_MUTANTS)
+def test_dropout_mutant_is_killed(name, tmp_path):
+    with replaced("kernels", [DROPOUT_MUTANTS[name]], tmp_path):
+        assert killed_by(DROPOUT_CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+
+
 @pytest.mark.parametrize("name", CPU_MUTANTS)
 def test_cpu_mutant_is_killed(name, tmp_path):
     with replaced("cpu", [CPU_MUTANTS[name]], tmp_path):
@@ -60,4 +93,4 @@ def test_cpu_mutant_is_killed(name, tmp_path):
 def test_what_is_not_mutated_lives():
     assert killed_by(CPU_CASES, CPU_PLAN) is None
     if os.environ.get("TRITON_INTERPRET") == "1":
-        assert killed_by(CASES, KERNEL_PLAN) is None
+        assert killed_by(DROPOUT_CASES, KERNEL_PLAN) is None

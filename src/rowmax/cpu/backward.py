@@ -104,6 +104,12 @@ class _Chunk:
         if scores.hides:  # a row that sees nothing has no weights
             self.lse_log2 = self.lse_log2.masked_fill(self.lse_log2 == -math.inf, math.inf)
 
+    def dropped(self, block: RowBlock, cols: slice) -> torch.Tensor:
+        """dP of one tile behind dropout, in the type of scores."""
+        v = self.v_minus[:, cols, : self.do.shape[-1]].contiguous()
+        dp = torch.bmm(take_rows(block, self.do), v.mT).to(self.compute)
+        return self.scores.drop(dp, block, cols)  # type: ignore[union-attr]
+
     def try_half_scores(self, k, chunks: Chunks) -> None:
         """Use rounded scores if they fit. k `[b, Hk, Tk, D]`."""
         blocks = half_scores.eligible_blocks(self.geometry, chunks, self.q.shape[1])
@@ -152,13 +158,18 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
         row_dq = None
         for cols in block.tiles(chunks.width):
             p, steep = chunk.weights(block, cols, chunks.width, scratch)
+            drops = chunk.scores if chunk.scores is not None and chunk.scores.dropout is not None else None
             if dv is not None:
-                _add_product(dv_acc[:, cols], p, do, scratch)
+                z = p if drops is None else drops.drop(p.to(chunk.compute, copy=True), block, cols).to(p.dtype)
+                _add_product(dv_acc[:, cols], z, do, scratch)
             pairs = chunk.scores if chunk.scores is not None and chunk.scores.bias_gradient is not None else None
             if dq is None and dk is None and pairs is None:
                 continue
             ds = scratch("ds", p.shape, p.dtype)
-            torch.bmm(block_do_delta, take_columns(chunk.v_minus, cols, scratch).mT, out=ds)
+            if drops is None:
+                torch.bmm(block_do_delta, take_columns(chunk.v_minus, cols, scratch).mT, out=ds)
+            else:  # what is dropped is dP, before delta is subtracted
+                ds.copy_(chunk.dropped(block, cols).sub_(take_rows(block, chunk.delta)))
             if pairs is not None:
                 pairs.add_bias_gradient(p, ds, chunk.unit, block, cols)
             ds.mul_(steep)

@@ -115,6 +115,8 @@ def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded, scores=None, 
     if sink is not None:
         l += (sink - m).exp2_()
     lse = l.log2() if m is None else m + l.log2()
+    if scores is not None:
+        scores.drop(p, block, cols)
     weight = 1.0 / torch.where(l == 0, 1.0, l) if blind else 1.0 / l
     v = take_columns(v, cols, scratch)
     if v.dtype == p.dtype:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from rowmax.cpu.blocks import RowBlock
+from rowmax.cpu.dropout import Dropout
 from rowmax.numerics import LOG2E
 
 LARGEST = 3e38  # of a bias, in units of log2
@@ -34,6 +35,7 @@ class Scores(NamedTuple):
     bias: Optional[torch.Tensor] = None
     mask: Optional[torch.Tensor] = None
     bias_gradient: Optional[torch.Tensor] = None
+    dropout: Optional[Dropout] = None
     sizes: tuple[int, ...] = ()  # b, Hk, G
 
     @classmethod
@@ -52,7 +54,8 @@ class Scores(NamedTuple):
             for t in (operands.bias, operands.mask, bias_gradient)
         )
         slopes, sink = per_head
-        return cls(problem.softcap, slopes, sink, bias, mask, gradient, (batch, problem.heads_k, problem.group))
+        dropout = _dropout(problem, operands, sequence, rows, cols) if problem.dropout else None
+        return cls(problem.softcap, slopes, sink, bias, mask, gradient, dropout, (batch, problem.heads_k, problem.group))
 
     @property
     def hides(self) -> bool:
@@ -64,7 +67,10 @@ class Scores(NamedTuple):
         slopes, sink = (None if t is None else t[cut].flatten(0, 1) for t in self[1:3])
         bias, mask, gradient = (None if t is None else _cut(t, *cut) for t in (self.bias, self.mask, self.bias_gradient))
         sizes = [len(range(*one.indices(size))) for one, size in zip(cut, self.sizes, strict=False)]
-        return Scores(self.softcap, slopes, sink, bias, mask, gradient, (*sizes, self.sizes[2]))
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = dropout._replace(heads=dropout.heads[:, cut[1]], sequences=dropout.sequences[cut[0]])
+        return Scores(self.softcap, slopes, sink, bias, mask, gradient, dropout, (*sizes, self.sizes[2]))
 
     def bend(self, s: torch.Tensor, block: RowBlock, cols: slice, want_gain: bool = False) -> Optional[torch.Tensor]:
         """Bend the scores of a tile in place; the soft-cap's derivative, if wanted and there is a cap."""
@@ -92,6 +98,13 @@ class Scores(NamedTuple):
         if self.bias is not None and exact:
             self._pairs(s).masked_fill_(_of_tile(self.bias, block, cols) == -torch.inf, -torch.inf)
 
+    def drop(self, weights: torch.Tensor, block: RowBlock, cols: slice) -> torch.Tensor:
+        """Weights of a tile, in place: 0 where dropped, else times 1 / (1 - p)."""
+        if self.dropout is not None:
+            kept = self.dropout.kept(slice(block.row, block.row + block.rows), cols)
+            self._pairs(weights).mul_(kept.to(weights.dtype).mul_(self.dropout.factor))
+        return weights
+
     def add_bias_gradient(self, p: torch.Tensor, dp: torch.Tensor, unit: float, block: RowBlock, cols: slice) -> None:
         """Of a tile with weights p times `unit`, and dP - delta in `dp`."""
         target = _of_tile(self.bias_gradient, block, cols)
@@ -111,6 +124,17 @@ class Scores(NamedTuple):
 
 
 _ALL = (slice(None),) * 3
+
+
+def _dropout(problem, operands, sequence: int, rows, cols) -> Dropout:
+    len_q, len_k = problem.len_q, problem.len_k
+    if problem.packed:
+        len_q, len_k = (int(cu[sequence + 1] - cu[sequence]) for cu in (operands.cu_seqlens_q, operands.cu_seqlens_k))
+    heads = torch.arange(problem.heads_q, device="cpu").view(1, problem.heads_k, problem.group, 1, 1)
+    sequences = sequence + torch.arange(rows.shape[0], device="cpu").view(-1, 1, 1, 1, 1)
+    first = (len_q - rows.shape[1], len_k - cols.shape[1])
+    factor = 1.0 / (1.0 - problem.dropout)
+    return Dropout(int(operands.seed), problem.drop_below, factor, heads, sequences, *first)
 
 
 def by_group(problem, t: torch.Tensor) -> torch.Tensor:

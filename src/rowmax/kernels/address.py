@@ -65,13 +65,19 @@ def locate(pid, cu_rows, cu_others, batch, heads, tiles, len_rows, len_others, B
 
 
 @triton.jit
+def sequence_of(pid, cu_rows, batch, program_heads, tiles, BLOCK: tl.constexpr):
+    """The number of the sequence of the program of `locate`, packed or not."""
+    if cu_rows is None:
+        return pid // (tiles * program_heads)
+    else:
+        return find_sequence(tiles - 1 - pid % tiles, cu_rows, batch, BLOCK)
+
+
+@triton.jit
 def slopes_base(slopes, pid, cu_rows, batch, program_heads, tiles, heads, BLOCK: tl.constexpr, PER_SEQUENCE: tl.constexpr):
     """Pointer to the slopes of all heads, `[heads]`, for the program of `locate`: those of its sequence if each has its own."""
     if PER_SEQUENCE:
-        if cu_rows is None:
-            b = pid // (tiles * program_heads)
-        else:
-            b = find_sequence(tiles - 1 - pid % tiles, cu_rows, batch, BLOCK)
+        b = sequence_of(pid, cu_rows, batch, program_heads, tiles, BLOCK)
         return slopes + b.to(tl.int64) * heads
     else:
         return slopes

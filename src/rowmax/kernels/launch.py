@@ -231,12 +231,12 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     # What a plain problem has not is among the numbers: a tensor costs the host time on every call.
-    *given, bias_strides, mask_strides = _given(problem, operands)
-    scores, none = ((), (None,) * 4) if problem.plain else ((operands.slopes, operands.sink, *given), ())
+    given = _given(problem, operands)
+    scores, none = ((), (None,) * 5) if problem.plain else ((operands.slopes, operands.sink, *given[:3]), ())
     tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
     prescale = problem.scale <= 0 or problem.softcap > 0 or problem.alibi != "" or problem.bias != ""
     numbers = (
-        *(*none, _strides(q), _strides(k), _strides(v), _strides(out), bias_strides, mask_strides),
+        *(*none, _strides(q), _strides(k), _strides(v), _strides(out), *given[3:]),
         *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors, problem.alibi == "batch"),
@@ -366,10 +366,10 @@ def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_l
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
-    tensors = (*tensors, *_given(problem, operands)[:2])
+    tensors = (*tensors, *_given(problem, operands)[:3])
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out, dq)),
-        *_given(problem, operands)[2:],
+        *_given(problem, operands)[3:],
         *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
@@ -381,11 +381,11 @@ def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
     tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
-    tensors = (*tensors, *_given(problem, operands)[:2])
+    tensors = (*tensors, *_given(problem, operands)[:3])
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
     numbers = (
         *(_strides(t) for t in (q, k, v, do, dk_like, dv_like)),
-        *_given(problem, operands)[2:],
+        *_given(problem, operands)[3:],
         *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
@@ -393,10 +393,10 @@ def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log
 
 
 def _given(problem: Problem, operands: Operands) -> tuple:
-    """Bias, mask and the strides of both."""
+    """Bias, mask and seed; the strides of the first two and dropout's odds."""
     if problem.plain:
-        return (None,) * 4
-    return *_scored().given(operands), *_scored().given_strides(operands)
+        return (None,) * 6
+    return *_scored().given(operands), *_scored().given_numbers(problem, operands)
 
 
 def _bounded(problem: Problem) -> Band:

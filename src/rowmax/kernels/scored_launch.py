@@ -1,4 +1,4 @@
-"""What a launch of bent scores has more than a plain one: a cap, slopes, a sink, a bias and a mask; and their gradients.
+"""What a launch of bent scores has more than a plain one: a bias, a mask, a seed, and the gradients of a sink and a bias.
 
 `launch` asks for the arguments, and for the gradients of the sink and of the bias behind its own.
 """
@@ -14,14 +14,16 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 
-def given(operands: Operands) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """Bias and mask as kernels take them: booleans are bytes there."""
-    return operands.bias, None if operands.mask is None else operands.mask.view(torch.uint8)
+def given(operands: Operands) -> tuple[Optional[torch.Tensor], ...]:
+    """Bias, mask and seed as kernels take them: booleans are bytes there."""
+    return operands.bias, None if operands.mask is None else operands.mask.view(torch.uint8), operands.seed
 
 
-def given_strides(operands: Operands) -> tuple:
-    """(batch, head, query, key) of the bias and of the mask, 0 where they are broadcast; None for what is not there."""
-    return _pair_strides(operands.bias), _pair_strides(operands.mask)
+def given_numbers(problem: Problem, operands: Operands) -> tuple:
+    """Strides (batch, head, query, key) of the bias and of the mask, 0 where they are broadcast, and the odds of dropout: what
+    a draw of 31 bits is compared with, and the factor of what is kept. None for what is not there."""
+    odds = (problem.drop_below, 1.0 / (1.0 - problem.dropout)) if problem.dropout else None
+    return _pair_strides(operands.bias), _pair_strides(operands.mask), odds
 
 
 def _pair_strides(tensor: Optional[torch.Tensor]) -> Optional[tuple[int, ...]]:
@@ -72,7 +74,6 @@ def idle_gradients(operands: Operands, needs, lse, grad_lse) -> list[torch.Tenso
 def bias_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta) -> tuple[Call, torch.Tensor]:
     """`(call, sums)` of the kernel; `bias_gradient` makes the gradient of the sums."""
     q, k, v = operands[:3]
-    bias, mask = given(operands)
     own_b, own_h, own_q, own_k = (letter in problem.bias.split(",")[0] for letter in "bhqk")
     whole = own_q and own_k
     if not whole:  # sums are left for each sequence and head, that there be programs enough, and for rows if for nothing
@@ -82,10 +83,17 @@ def bias_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_lo
     shape = tuple(size if has else 1 for size, has in zip(sizes, own, strict=True))
     sums = q.new_empty(shape, dtype=operands.bias.dtype if whole else torch.float32)  # type: ignore[union-attr]
     row_tiles, col_tiles = -(-problem.len_q // tile.block_m), -(-problem.len_k // tile.block_n)
-    tensors = (q, k, v, grad_out, sums, lse_log2, delta, operands.slopes, bias, mask)
+    tensors = (q, k, v, grad_out, sums, lse_log2, delta, operands.slopes, *given(operands))
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out)),
-        *(*given_strides(operands), _pair_strides(sums), problem.scale, _cap(problem), _bounded(problem), problem.batch),
+        *(
+            *given_numbers(problem, operands),
+            _pair_strides(sums),
+            problem.scale,
+            _cap(problem),
+            _bounded(problem),
+            problem.batch,
+        ),
         *(problem.heads_q, row_tiles, col_tiles, problem.len_q, problem.len_k, *_constants(problem, tile)),
         *(problem.alibi == "batch", *own),
     )

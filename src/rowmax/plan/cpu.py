@@ -30,7 +30,7 @@ def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[
     if device.kind != "cpu":
         return f"runs on the CPU; the tensors are on {device.kind}"
     if not problem.plain:
-        return "torch's CPU operator takes no soft-cap, ALiBi, sink logits, bias or mask here"
+        return "torch's CPU operator takes no soft-cap, ALiBi, sink logits, bias or mask here, and no dropout"
     if problem.packed:
         return "torch's CPU operator takes no packed sequences"
     if problem.band not in (Band(), Band(None, 0)):

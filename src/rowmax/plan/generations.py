@@ -52,7 +52,7 @@ def _kv_outer_refuses(problem: Problem, device: Device, direction: str) -> Optio
         return found
     if direction != "forward":
         return "has a forward only"
-    return None if problem.plain else "takes plain scores: no soft-cap, ALiBi, sink, bias or mask"
+    return None if problem.plain else "takes plain scores: no soft-cap, ALiBi, sink, bias or mask, and no dropout"
 
 
 def _table(name: str, half: dict[int, str], hopper: dict[int, str], full: dict[int, str]):

@@ -45,6 +45,8 @@ def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = 
     arguments.update({"softcap": problem.softcap or None, "alibi_slopes": operands.slopes, "sink": operands.sink})
     if operands.bias is not None or operands.mask is not None:
         arguments.update(bias=operands.bias, mask=operands.mask)
+    if problem.dropout:
+        arguments.update(dropout_p=problem.dropout, seed=operands.seed)
     arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     if cu_seqlens_q is None or cu_seqlens_k is None:

@@ -84,7 +84,8 @@ def _scores(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]
     if problem.sink:
         sink = 2.0 * torch.randn(problem.heads_q, generator=generator) + 2.0 * (heads % 3)
     per_head = [None if t is None else carve(t.to(problem.lse_dtype).to(device)) for t in (slopes, sink)]
-    return [*per_head, *_pairs(problem, generator, device)]
+    seed = torch.randint(-(2**62), 2**62, (1,), generator=generator).to(device) if problem.dropout else None
+    return [*per_head, *_pairs(problem, generator, device), seed]
 
 
 def _pairs(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]:

@@ -24,6 +24,7 @@ class Piece(NamedTuple):
     seen: torch.Tensor  # [rows, len_k]; with a mask or a bias [H, rows, len_k]
     bias: Optional[torch.Tensor] = None  # [H, rows, len_k], fp64, of ALiBi and what is added; finite
     sink: Optional[torch.Tensor] = None  # [H], fp64
+    kept: Optional[torch.Tensor] = None  # [H, rows, len_k], by dropout
 
 
 class Sequence(NamedTuple):
@@ -58,7 +59,9 @@ def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
             seen = reference.visible(len(span_q), len(span_k), *problem.band, device=q.device, rows=part)
             bias, sink = _scores(operands, number, span_q, span_k, part)
             seen, bias = _pairs(problem, operands, lead, part, seen, bias)
-            pieces.append(Piece(f"sequence {number}, rows from {int(part[0])}", index, part, q[index], seen, bias, sink))
+            kept = _kept(problem, operands, lead[0] if lead else number, span_q, span_k, part)
+            name = f"sequence {number}, rows from {int(part[0])}"
+            pieces.append(Piece(name, index, part, q[index], seen, bias, sink, kept))
         result.append(Sequence(f"sequence {number}", keys, k[keys], v[keys], pieces))
     return result, sampled
 
@@ -88,6 +91,14 @@ def _pairs(problem: Problem, operands: Operands, lead: tuple, rows: torch.Tensor
         seen, own = seen & (own != -torch.inf), torch.where(own == -torch.inf, 0.0, own).expand(seen.shape)
         bias = own if bias is None else bias + own
     return seen, bias
+
+
+def _kept(problem: Problem, operands: Operands, number: int, span_q: range, span_k: range, rows: torch.Tensor):
+    """Of packed sequences this holds for all of them only where `spans` leaves none out."""
+    if operands.seed is None:
+        return None
+    seed, sizes = int(operands.seed), (problem.heads_q, len(span_q), len(span_k))
+    return reference.dropout(seed, problem.dropout, [number], *sizes, rows=rows)[0]
 
 
 def pairs_of(t: torch.Tensor, lead: tuple, rows: torch.Tensor) -> torch.Tensor:

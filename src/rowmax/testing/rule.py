@@ -187,6 +187,8 @@ def _define(problem: Problem, piece: Piece, q, k, v, sink=None) -> tuple[torch.T
         softcap=problem.softcap,
         bias=piece.bias,
         sink=piece.sink if sink is None else sink,
+        kept=piece.kept,
+        dropout_p=problem.dropout,
     )
     return out[0], lse[0]
 
@@ -233,7 +235,8 @@ class _Gradients(NamedTuple):
             scores = scores + piece.bias
         p = torch.where(seen, torch.exp(scores - truth.lse.unsqueeze(-1)), 0.0)
         row = (d_out * truth.out).sum(-1).abs() + (d_out.abs() * truth.terms).sum(-1) + d_lse.T.abs()
-        flat = p * (torch.einsum("ihd,jhd->hij", d_out, v).abs() + row.T.unsqueeze(-1))
+        z = 1.0 if piece.kept is None else piece.kept.double() / (1 - problem.dropout)  # dropout's factor
+        flat = p * (torch.einsum("ihd,jhd->hij", d_out, v).abs() * z + row.T.unsqueeze(-1))
         w = flat * steep
         # P is recomputed from an LSE that may itself be off by its bound, g (|lse| + S).
         logits = 2 * truth.logits + finite(truth.lse).abs()
@@ -250,7 +253,7 @@ class _Gradients(NamedTuple):
         ones = seen.double().expand_as(p)
         dq = Sums(wide[0], naive[0], over_keys(w), over_keys(weighted), over_keys(ones))
         dk = Sums(wide[1], naive[1], *(over_rows(x, q, scale) for x in (w, weighted, ones)))
-        dv = Sums(wide[2], naive[2], *(over_rows(x, d_out, 1.0) for x in (p, p * factor, ones)))
+        dv = Sums(wide[2], naive[2], *(over_rows(x, d_out, 1.0) for x in (p * z, p * factor * z, ones)))
         dbias = None if piece.bias is None else torch.stack([wide[-1], flat * factor, ones])
         if piece.sink is None:
             return cls(dq, dk, dv, None, dbias)

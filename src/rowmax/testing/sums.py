@@ -21,8 +21,10 @@ def check_sums(problem: Problem, operands: Operands, grads, grad_out, grad_lse, 
     W_ij of `rule` sums over keys to at most 3 |dO_i| max_j |v_j| + |dLSE_i|, and S_i is at most |scale| |q_i| max_j |k_j|, so
     that no matrix of scores is needed.
     """
-    # The first holds where scores are linear in k up to what is added, the others where all weight is on values.
-    holds = (not problem.softcap and not problem.sink, not problem.sink, True, True)
+    # The first holds where scores are linear in k up to what is added, the second where all weight is on values; both where
+    # the band alone leaves rows without keys.
+    linear = not problem.softcap and not problem.sink and not problem.pairs
+    holds = (linear, not problem.sink and not problem.pairs and not problem.dropout, True, True)
     names = ("sum dk", "sum dv", "<q,dq> = <k,dk>", "<v,dv> = <o,do>")
     tallies = [Tally(name, problem) for name in names]
     u, least, scale = roundoff(problem), tiny(problem), abs(problem.scale)

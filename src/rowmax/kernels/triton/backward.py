@@ -27,6 +27,7 @@ from rowmax.kernels.tile_ops import (
     tiles_of,
     visible,
 )
+from rowmax.kernels.triton.dropout import dropping, kept
 from rowmax.kernels.triton.given import give, pair_base
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -65,7 +66,7 @@ def row_kernel(
 @triton.jit
 def _walk_keys(
     dq, q, do, lse_log2, delta, k_source, v_source, k_stride, v_stride, ranges, row, len_q, len_k, shift, band, scale_log2,
-    cap, slope_log2, bias, bias_strides, mask, mask_strides,
+    cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +87,8 @@ def _walk_keys(
         else:
             p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         dp = tl.dot(do, v.T, input_precision="ieee")
+        if drop is not None:
+            dp = tl.where(kept(drop, head, row, col, BLOCK_M, BLOCK_N, False), dp * drop[3], 0.0)
         ds = score_gradient(p, dp, delta[:, None])
         if cap is not None:
             ds = ds * gain
@@ -109,6 +112,7 @@ def _walk_keys(
 def _store_guarded_dq(
     q_base, k_base, v_base, do_base, dq_base, lse_base, delta_base, q_stride, k_stride, v_stride, do_stride, dq_stride, row,
     last, len_q, len_k, shift, band, scale, cap, slope_log2, bias, bias_strides, mask, mask_strides,
+    drop, head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Rows `[row, last]` of dQ once more, with `guarded_dot`; see `_store_guarded` of the forward."""
@@ -125,7 +129,7 @@ def _store_guarded_dq(
         dq = tl.zeros([GUARD, BLOCK_D], tl.float32)
         dq = _walk_keys(
             dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_q, len_k,
-            shift, band, scale * LOG2E, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+            shift, band, scale * LOG2E, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
             GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
         )  # fmt: skip
         store_tile(dq_base, dq * scale, piece, dq_stride, len_q, DIM, GUARD, BLOCK_D)
@@ -138,8 +142,10 @@ def query_kernel(
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    seed_ptr,  # int64 [1]; None: no dropout
     q_strides, k_strides, v_strides, do_strides, dq_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
+    odds,  # of dropout: (p 2^31, 1 / (1 - p))
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -179,18 +185,22 @@ def query_kernel(
         slope_log2 = tl.load(slopes + head) * LOG2E
     bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head)
     mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head)
+    if seed_ptr is None:
+        drop = None
+    else:
+        drop = dropping(seed_ptr, odds, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
 
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
-        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, STAGES,
     )  # fmt: skip
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
-        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
     )  # fmt: skip
     bad = any_of(dq != dq)
@@ -216,14 +226,16 @@ def query_kernel(
             None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
             None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
             None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
-            DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            None if seed_ptr is None else dropping(
+                seed_ptr, odds, tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M
+            ), head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
 
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k, shift,
-    band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides,
+    band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, drop, first_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, MASKED: tl.constexpr,
     GUARDED: tl.constexpr, STAGES: tl.constexpr,
@@ -275,15 +287,18 @@ def _walk_queries(
             p = tl.where(seen, p, 0.0)
         elif GIVEN:
             p = tl.where(shown, p, 0.0)
+        if drop is not None:
+            keep = kept(drop, first_head + member, row, col, BLOCK_M, BLOCK_N, True)
         if do_source is not None:
             do = load_member(do_source, member, row, do_strides, len_q, DIM_V, BLOCK_M, BLOCK_DV, MASKED)
         if WANT_DK and not MASKED:
             dp = 0.0 if do_source is None else tl.dot(v, do.T, input_precision="ieee")
         if WANT_DV and do_source is not None:
+            z = p if drop is None else tl.where(keep, p * drop[3], 0.0)
             if GUARDED:
-                dv = guarded_dot(p, do, seen, dv)
+                dv = guarded_dot(z, do, seen, dv)
             else:
-                dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+                dv = tl.dot(z.to(do.dtype), do, dv, input_precision="ieee")
         if WANT_DK:
             if MASKED:
                 dp = 0.0 if do_source is None else tl.dot(v, do.T, input_precision="ieee")
@@ -291,6 +306,8 @@ def _walk_queries(
                 delta = tl.load(delta_base + row_base + rows, mask=rows < len_q, other=0.0)
             else:
                 delta = tl.load(delta_base + row_base + rows)
+            if drop is not None:
+                dp = tl.where(keep, dp * drop[3], 0.0)
             ds = score_gradient(p, dp, delta[None, :])
             if cap is not None:
                 ds = ds * gain
@@ -313,8 +330,10 @@ def key_kernel(
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    seed_ptr,  # int64 [1]; None: no dropout
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
+    odds,  # of dropout: (p 2^31, 1 / (1 - p))
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STAGES: tl.constexpr,
@@ -353,6 +372,10 @@ def key_kernel(
         )
     bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head)
     mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head)
+    if seed_ptr is None:
+        drop = None
+    else:
+        drop = dropping(seed_ptr, odds, tl.program_id(0), cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N)
 
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, shift, band, BLOCK_M)
     EDGE_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M > 16 else BLOCK_M  # masked tiles need registers for the mask and pointers
@@ -360,7 +383,7 @@ def key_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dk, dv, zero = _walk_queries(
         dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k,
-        shift, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, GROUP, DIM, DIM_V,
+        shift, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, drop, first_head, GROUP, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False, STAGES,
     )  # fmt: skip
     # Where everything lies once more, from a program id that depends on the loop: kept over the loop, it would spill.
@@ -379,11 +402,13 @@ def key_kernel(
         )
     bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head)
     mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head)
+    if seed_ptr is not None:
+        drop = dropping(seed_ptr, odds, tl.program_id(0) + zero, cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N)
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, len_k - len_q, band, BLOCK_M)
     dk, dv, _ = _walk_queries(
         dk, dv, k, v, q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides, ranges, col, total_q,
-        len_q, len_k, len_k - len_q, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, GROUP, DIM, DIM_V,
-        EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, False, 1,
+        len_q, len_k, len_k - len_q, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, drop, first_head,
+        GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, False, 1,
     )  # fmt: skip
     bad = 0
     if WANT_DK:
@@ -425,7 +450,9 @@ def key_kernel(
                 cap, slopes,
                 None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head), bias_strides,
                 None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head), mask_strides,
-                GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
+                None if seed_ptr is None else dropping(
+                    seed_ptr, odds, tl.program_id(0) + (bad >> 8), cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N
+                ), first_head, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
             )  # fmt: skip
             if WANT_DK:
                 store_tile(dk_base, dk_piece * scale, piece, dk_strides[1], len_k, DIM, GUARD, BLOCK_D)

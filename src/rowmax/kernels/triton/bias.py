@@ -13,6 +13,7 @@ import triton.language as tl
 
 from rowmax.kernels.address import head_base, load_tile
 from rowmax.kernels.tile_ops import bend, end_key, first_key, score_gradient, visible
+from rowmax.kernels.triton.dropout import kept
 from rowmax.kernels.triton.given import LOG2E, give, pair_base
 
 
@@ -21,8 +22,8 @@ def bias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D]; do_ptr None: only the LSE has a gradient
     db_ptr,  # the bias's own type or fp32, [B, H, len_q, len_k] with 1 for what is summed by a program
     lse_ptr, delta_ptr,  # of `row_kernel`, the LSE in base 2
-    slopes_ptr, bias_ptr, mask_ptr,
-    q_strides, k_strides, v_strides, do_strides, bias_strides, mask_strides,
+    slopes_ptr, bias_ptr, mask_ptr, seed_ptr,
+    q_strides, k_strides, v_strides, do_strides, bias_strides, mask_strides, odds,
     db_strides,  # (batch, head, query, key), contiguous; 0 for what is summed
     scale, cap, band, batch, heads, row_tiles, col_tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -76,6 +77,9 @@ def bias_kernel(
                 v_base = head_base(v_ptr, v_strides, b, 0, head // GROUP)
                 v = load_tile(v_base, col, v_strides[1], len_k, DIM_V, BLOCK_N, BLOCK_DV, True)
                 dp = tl.dot(do, v.T, input_precision="ieee")
+            if seed_ptr is not None:
+                drop = (tl.load(seed_ptr), tl.cast(b, tl.int32), odds[0])
+                dp = tl.where(kept(drop, head, row, col, BLOCK_M, BLOCK_N, False), dp * odds[1], 0.0)
             seen = visible(rows[:, None], cols[None, :], len_k, shift, band) & shown & (rows < len_q)[:, None]
             total += tl.where(seen, score_gradient(p, dp, delta[:, None]), 0.0)
     rows = first_row * BLOCK_M + tl.arange(0, BLOCK_M)

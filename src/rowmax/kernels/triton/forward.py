@@ -25,6 +25,7 @@ from rowmax.kernels.tile_ops import (
     tiles_of,
     visible,
 )
+from rowmax.kernels.triton.dropout import dropping, kept
 from rowmax.kernels.triton.given import give, pair_base
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -33,7 +34,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _walk(
     acc, m, l, q, k_source, v_source, k_stride, v_stride, ranges, row, len_q, len_k, shift, band, scale_log2, cap,
-    slope_log2, bias, bias_strides, mask, mask_strides,
+    slope_log2, bias, bias_strides, mask, mask_strides, drop, head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -62,6 +63,8 @@ def _walk(
             s = tl.where(seen, s, float("-inf"))
         p, m, l, alpha = online_step(s, m, l, 1.0 if PRESCALE else scale_log2)
         acc = acc * alpha[:, None]
+        if drop is not None:
+            p = tl.where(kept(drop, head, row, col, BLOCK_M, BLOCK_N, False), p, 0.0)
         v = load_tile(v_source, col, v_stride, len_k, DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
         if GUARDED:
             acc = guarded_dot(p, v, seen, acc)
@@ -74,6 +77,7 @@ def _walk(
 def _store_guarded(
     q_base, k_base, v_base, o_base, lse_base, q_stride, k_stride, v_stride, o_stride, row, last, len_q, len_k, shift, band,
     scale_log2, cap, slope_log2, sink_log2, bias, bias_strides, mask, mask_strides,
+    drop, head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Rows `[row, last]` once more, with `guarded_dot` and scaled scores, in pieces too small to cost the kernel registers."""
@@ -85,12 +89,14 @@ def _store_guarded(
         acc = tl.zeros([GUARD, BLOCK_DV], tl.float32)
         acc, m, l = _walk(
             acc, m, l, q, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_q, len_k, shift, band,
-            scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+            scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
             GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1,
         )  # fmt: skip
         if sink_log2 is not None:
             acc, m, l = add_sink(acc, m, l, sink_log2)
         o, lse = finish(acc, m, l, 1.0)
+        if drop is not None:
+            o = o * drop[3]
         store_tile(o_base, o, piece, o_stride, len_q, DIM_V, GUARD, BLOCK_DV)
         if lse_base is not None:
             rows = piece + tl.arange(0, GUARD)
@@ -105,8 +111,10 @@ def forward_kernel(
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    seed_ptr,  # int64 [1]; None: no dropout
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
+    odds,  # of dropout: (p 2^31, 1 / (1 - p))
     scale_log2, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
@@ -137,6 +145,10 @@ def forward_kernel(
         slope_log2 = tl.load(slopes + head) * LOG2E
     bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head)
     mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head)
+    if seed_ptr is None:
+        drop = None
+    else:
+        drop = dropping(seed_ptr, odds, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
 
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
@@ -145,12 +157,12 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, m, l = _walk(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
-        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, False, False, STAGES,
     )  # fmt: skip
     acc, m, l = _walk(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
-        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, DIM, DIM_V,
+        scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
     )  # fmt: skip
     bad = any_of(acc != acc)
@@ -161,6 +173,8 @@ def forward_kernel(
     else:
         acc, m, l = add_sink(acc, m if PRESCALE else m * scale_log2, l, tl.load(sink_ptr + head) * LOG2E)
         o, lse = finish(acc, m, l, 1.0)
+    if drop is not None:
+        o = o * drop[3]
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
         tl.program_id(0) + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
@@ -187,5 +201,7 @@ def forward_kernel(
             None if sink_ptr is None else tl.load(sink_ptr + head) * LOG2E,
             None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
             None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
-            DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            None if seed_ptr is None else dropping(
+                seed_ptr, odds, tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M
+            ), head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip

@@ -116,6 +116,6 @@ def kv_outer_kernel(
             _store_guarded(
                 q_base, k_base, v_base, o_base, lse_base, q_strides[1], k_strides[1], v_strides[1], o_strides[1], row,
                 tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k, shift, band, scale_log2, None, None, None, None, None,
-                None, None, DIM,
+                None, None, None, None, DIM,
                 DIM_V, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
