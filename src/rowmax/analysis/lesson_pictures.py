@@ -8,6 +8,7 @@ writes them anew; `tests/test_lessons.py` fails where a file says something else
 import re
 import sys
 from collections.abc import Callable, Sequence
+from math import exp, inf
 from pathlib import Path
 
 from rowmax.analysis.launches import launches
@@ -112,6 +113,32 @@ def chips(names: tuple[str, ...]) -> str:
     return _bars([(name, ratio, f"{ratio:.0f} for each exponential") for name, ratio in found.items()])
 
 
+def kept(text: str) -> str:
+    """What a backward needs besides inputs, output and its gradient: weights of all pairs, or one number a row."""
+    problem = Problem.parse(text)
+    rows = problem.batch * problem.heads_q * problem.len_q
+    sizes = {"weights": 2.0 * rows * problem.len_k, "the LSE": 4.0 * rows}
+    return _bars([(name, size, f"{size / 2**20:,.4g} MiB") for name, size in sizes.items()])
+
+
+def running(scores: Sequence[float]) -> str:
+    """Scores of one row as its keys pass by, the running maximum m, and where the sum l has to be scaled."""
+    parts, m, l, step = [], -inf, 0.0, 700 / len(scores)
+    for at, s in enumerate(scores):
+        x, y = 30 + at * step, 190 - 28 * s
+        grown, m_new = s > m, max(m, s)
+        l = l * exp(m - m_new) + exp(s - m_new)
+        if grown and m > -inf:
+            parts.append(f'<text x="{x:.0f}" y="{176 - 28 * s:.0f}">l times {exp(m - m_new):.2f}</text>')
+        parts.append(f'<rect class="block" x="{x:.0f}" y="{y:.0f}" width="{step - 4:.0f}" height="{28 * s:.0f}"/>')
+        parts.append(
+            f'<line class="hbm" x1="{x:.0f}" y1="{190 - 28 * m_new:.0f}" x2="{x + step:.0f}" y2="{190 - 28 * m_new:.0f}"/>'
+        )
+        m = m_new
+    parts.append(f'<text x="30" y="216">scores in the order of their keys; line: m, at the end {m:g}, with l = {l:.2f}</text>')
+    return standalone(230, parts)
+
+
 def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
     """`(name, how long, what is said)` of each bar."""
     parts, most = [], max(size for _, size, _ in rows)
@@ -126,7 +153,10 @@ def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
 # Plans are spelled out, so that another table of tiles asks for no other picture.
 PREFILL, HOPPER = "b4 h16 q4096 k4096 d128 bf16", "hopper[128x128 s2 q2 pingpong lazy dynamic g8]"
 DECODE = "b1 h32/8 q1 k32768 d128 bf16"
+SCORES = (1.2, 0.4, 2.1, 1.7, 0.9, 3.0, 2.2, 0.3, 1.1, 2.6, 4.4, 1.9, 0.8, 3.1, 2.0, 1.4)
 PICTURES: dict[str, Callable[[], str]] = {
+    "online-softmax": lambda: running(SCORES),
+    "recomputation": lambda: kept("b1 h16 q16384 k16384 d128 bf16"),
     "tiling-and-hbm": lambda: roofline(PREFILL, HOPPER, ("dense[128x64 w8 s2]", "kv_outer[64x128 w4 s2]")),
     "fa1-against-fa2": lambda: walks(("kv_outer", "q_outer")),
     "split-kv-against-split-q": lambda: shared("b4 h16 q4096 k4096 d64 bf16", "64x64 w4 s2"),
