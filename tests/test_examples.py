@@ -29,6 +29,11 @@ def test_train_step_learns_to_copy():
     assert last < first / 10
 
 
+def test_mean_flow_learns_to_sample_in_one_step():
+    before, after = run("mean_flow")
+    assert after < 0.75 * before
+
+
 def test_transformers_generate():
     pytest.importorskip("transformers")
     assert run("transformers_generate")
@@ -36,5 +41,5 @@ def test_transformers_generate():
 
 def test_all_are_tested_and_short():
     files = {path.stem: path.read_text().count("\n") for path in FOLDER.glob("*.py")}
-    assert set(files) == {"varlen", "merge", "shared_prefix", "train_step", "transformers_generate"}
+    assert set(files) == {"varlen", "merge", "shared_prefix", "train_step", "transformers_generate", "mean_flow"}
     assert max(files.values()) < MOST_LINES
