@@ -183,7 +183,7 @@ GIVE = "        give(share_ring, turn, SHARES)\n"
 DK = "        dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])\n"
 NEXT_S = "        s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)\n"
 DQ = "        dq = warpgroup_mma_wait(1, deps=[dq])\n"
-LAST = "        last_row, last_line = preceding(row, line, turn, ranges, BUILD)\n"
+LAST = "        last_row, last_line = preceding(row, line, turn, BUILD)\n"
 ADD = "        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
 LAST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 BEFORE = "        wait_full(share_ring, before, SHARES)\n"
@@ -325,14 +325,15 @@ MUTANTS = {
         WIDE,
         "spiky",
     ),
-    "the group's heads not counted": (only("gl.where(row == final, line + 1, line)", "line"), GROUPED, WIDE),
+    "the group's heads not counted": (only("gl.where(last, line - (BUILD.GROUP - 1), line + 1)", "line"), GROUPED, WIDE),
     "one head of a group": (only("BUILD.GROUP * tiles, 0)", "tiles, 0)"), GROUPED, WIDE),
-    "dQ of a group's next head": (only("gl.where(row == start, line - 1, line)", "line"), GROUPED_128, PLAIN),
-    "dQ of the rows before the group's next head": (
-        only("gl.where(row == start, final, before)", "before"),
+    "rows before the group's last head": (only("gl.where(last, row - BUILD.BLOCK_M, row)", "row - 64"), GROUPED_128, PLAIN),
+    "dQ of a group's next head": (
+        only("gl.where(first, line + (BUILD.GROUP - 1), line - 1)", "line"),
         GROUPED_128,
         PLAIN,
     ),
+    "dQ of the rows of the group's next head": (only("gl.where(first, before, row)", "row"), GROUPED_128, PLAIN),
     "heads of another batch": (only("head % heads, head // heads", "head % heads, head * 0"), BATCHES, WIDE),
     "a group of heads counted twice": (
         only("group = tile // (tiles * members)", "group = tile // (tiles * members) * 0"),
@@ -341,7 +342,7 @@ MUTANTS = {
     ),
     "keys of the sequence before": (only("    begin_k = _note(notes, BEGIN_K)\n", "    begin_k = 0\n"), PACKED, WIDE),
     "queries of the sequence before": (
-        only("return turns, begin_q + start, begin_q + start +", "return turns, start, start +"),
+        only("return turns, begin_q + start +", "return turns, start +"),
         PACKED,
         WIDE,
     ),

@@ -134,8 +134,10 @@ def locate(tile, work, BUILD: gl.constexpr):
 
 @gluon.jit
 def ranges_of(col, begin_q, len_q, len_k, band, BUILD: gl.constexpr):
-    """`(turns, start, final, full, full_end)`: rows at which query tiles start, first and last, counted in the tensor.
+    """`(turns, row, full, full_end)`: `row`, counted in the tensor, is where the query tile of the first turn starts.
 
+    Turns go from the last rows to the first, and at each through the heads of the group: the key tiles of a causal head end at
+    the same row, so that those side by side read the same Q and dO, and add to the same dQ, at about the same time, in L2.
     All queries of tiles from `full` to before `full_end` see all keys of the tile.
     """
     BLOCK_N: gl.constexpr = BUILD.CONSUMERS * KEYS
@@ -145,27 +147,27 @@ def ranges_of(col, begin_q, len_q, len_k, band, BUILD: gl.constexpr):
         full_end = full
     tiles = gl.cdiv(end - start, BUILD.BLOCK_M)
     turns = gl.where(col < len_k, BUILD.GROUP * tiles, 0)
-    return turns, begin_q + start, begin_q + start + (tiles - 1) * BUILD.BLOCK_M, begin_q + full, begin_q + full_end
+    return turns, begin_q + start + (tiles - 1) * BUILD.BLOCK_M, begin_q + full, begin_q + full_end
 
 
 @gluon.jit
-def following(row, line, ranges, BUILD: gl.constexpr):
-    """Of the next turn: the next query tile, or the first one of the next head in the group."""
-    _turns, start, final, _full, _full_end = ranges
+def following(row, line, BUILD: gl.constexpr):
+    """`(row, line)` of the next turn: the next head of the group, or the first of the query tile before."""
     if BUILD.GROUP > 1:
-        return gl.where(row == final, start, row + BUILD.BLOCK_M), gl.where(row == final, line + 1, line)
+        last = line % BUILD.GROUP == BUILD.GROUP - 1
+        return gl.where(last, row - BUILD.BLOCK_M, row), gl.where(last, line - (BUILD.GROUP - 1), line + 1)
     else:
-        return row + BUILD.BLOCK_M, line
+        return row - BUILD.BLOCK_M, line
 
 
 @gluon.jit
-def preceding(row, line, turn, ranges, BUILD: gl.constexpr):
+def preceding(row, line, turn, BUILD: gl.constexpr):
     """Of the turn before; of the first turn, rows past the last of all."""
-    _turns, start, final, _full, _full_end = ranges
-    before = row - BUILD.BLOCK_M
+    before = row + BUILD.BLOCK_M
     if BUILD.GROUP > 1:
-        before = gl.where(row == start, final, before)
-        line = gl.where(row == start, line - 1, line)
+        first = line % BUILD.GROUP == 0
+        before = gl.where(first, before, row)
+        line = gl.where(first, line + (BUILD.GROUP - 1), line - 1)
     return gl.where(turn == 0, NOWHERE, before), gl.where(turn == 0, 0, line)
 
 
@@ -183,7 +185,7 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
     q_source, do_source, k_source, v_source, lse_source, delta_source, _dq, _dk, _dv = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _dq, _shares = buffers
     q_ring, do_ring, k_ring, v_ring, _share_ring = rings
-    turns, row, _final, _full, _full_end = ranges
+    turns, row, _full, _full_end = ranges
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
     first_key = _note(notes, BEGIN_K) + _note(notes, COL)
@@ -204,7 +206,7 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
                 for c in gl.static_range(BUILD.CONSUMERS):
                     fill(v_ring, v_parts, b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)
             fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
-            row, line = following(row, line, ranges, BUILD)
+            row, line = following(row, line, BUILD)
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def _consumer(
     _q, _do, _k, _v, _lse, _delta, dq_source, dk_source, dv_source = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares = buffers
     q_ring, do_ring, k_ring, v_ring, share_ring = rings
-    turns, row, _final, full, full_end = ranges
+    turns, row, full, full_end = ranges
     dtype: gl.constexpr = q_buffers.dtype
     COLUMN: gl.constexpr = column_layout(score_layout(BUILD.BLOCK_M))
     dk = gl.zeros([KEYS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
@@ -323,15 +325,15 @@ def _consumer(
         release(q_ring, turn, BUILD.STAGES)
         s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
         dq = warpgroup_mma_wait(1, deps=[dq])
-        last_row, last_line = preceding(row, line, turn, ranges, BUILD)
+        last_row, last_line = preceding(row, line, turn, BUILD)
         _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
         give(share_ring, turn, SHARES)
         s = warpgroup_mma_wait(0, deps=[s])
-        row, line = following(row, line, ranges, BUILD)
+        row, line = following(row, line, BUILD)
     if turns > 0:
         wait_full(share_ring, turns - 1, SHARES)
         dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turns - 1, CONSUMER, BUILD)])
-        last_row, last_line = preceding(row, line, turns, ranges, BUILD)
+        last_row, last_line = preceding(row, line, turns, BUILD)
         _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
     meet(BUILD.CONSUMERS)  # nobody reads K any more: dK goes where it was
     dk_ptr, dv_ptr, suspect_ptr, heads = out

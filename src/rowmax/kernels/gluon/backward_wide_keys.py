@@ -115,7 +115,7 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
     q_source, do_source, k_source, v_source, lse_source, delta_source, _dk, _dv = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _shares = buffers
     q_ring, do_ring, k_ring, v_ring, _share_ring = rings
-    turns, row, _final, _full, _full_end = ranges
+    turns, row, _full, _full_end = ranges
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
     first_key = _note(notes, BEGIN_K) + _note(notes, COL)
@@ -132,7 +132,7 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
             if turn == 0:
                 fill(v_ring, (v_buffers, v_source, v_buffers, v_source), b, first_key, head, 0, 1, 0, 1, 0)
             fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
-            row, line = following(row, line, ranges, BUILD)
+            row, line = following(row, line, BUILD)
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _scores_of(buffers, tiles, row, turn, STAGES: gl.constexpr, BLOCK: gl.conste
 def _weights(s, row, turn, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
     """P of a turn, given to the other warpgroup, and in 16 bits as the first factor of dV."""
     q_buffers, _do_buffers, _k_buffers, _v_buffers, lse_buffers, _delta_buffers, shares = buffers
-    _turns, _start, _final, full, full_end = ranges
+    _turns, _row, full, full_end = ranges
     i = buffer_of(turn, BUILD.STAGES)
     lse = lse_buffers.index(i).reshape([QUERIES]).load(column_layout(score_layout(QUERIES)))
     p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
@@ -184,7 +184,7 @@ def _value_consumer(line, ranges, notes, band, scale_log2, out, sources, buffers
     _q, _do, _k, _v, _lse, _delta, _dk, dv_source = sources
     q_buffers, do_buffers, k_buffers, v_buffers, _lse_buffers, _delta_buffers, _shares = buffers
     q_ring, do_ring, k_ring, _v_ring, share_ring = rings
-    turns, row, _final, _full, _full_end = ranges
+    turns, row, _full, _full_end = ranges
     dv = gl.zeros([KEYS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
     if turns > 0:
         wait_full(k_ring, row * 0, 1)
@@ -198,7 +198,7 @@ def _value_consumer(line, ranges, notes, band, scale_log2, out, sources, buffers
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(do_ring, turn, BUILD.STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
-            row, line = following(row, line, ranges, BUILD)
+            row, line = following(row, line, BUILD)
         p = _weights(s, row, turns - 1, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
         dv = warpgroup_mma_wait(0, deps=[_value_gradient(p, dv, turns - 1, do_buffers, do_ring, BUILD)])
     meet(2)  # nobody reads V any more: dV goes where it was
@@ -232,7 +232,7 @@ def _key_consumer(ranges, notes, scale_log2, out, sources, buffers, rings, BUILD
     _q, _do, _k, _v, _lse, _delta, dk_source, _dv = sources
     _q_buffers, do_buffers, k_buffers, v_buffers, _lse_buffers, _delta_buffers, _shares = buffers
     q_ring, do_ring, _k_ring, v_ring, _share_ring = rings
-    turns, row, _final, _full, _full_end = ranges
+    turns, row, _full, _full_end = ranges
     dk = gl.zeros([KEYS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
     if turns > 0:
         wait_full(v_ring, row * 0, 1)
