@@ -4,7 +4,9 @@
     python benchmarks/training.py --hidden 128 --heads 4/2 --tokens 256 --steps 3 --device cpu
 
 A step is forward, backward and AdamW, timed by turns. The losses are of `--steps` steps on the same tokens from the same
-weights. They agree if rowmax's curve is no farther from a peer's than twice what the peers are from each other: bf16 noise.
+weights: a random walk on a graph, of which the second half repeats the first, with gradients clipped and the learning rate
+warmed up, so that curves show differences of the arithmetic and not of an unstable optimisation. They agree if rowmax's curve
+is no farther from a peer's than twice what the peers are from each other: bf16 noise.
 With one peer alone there is nothing to measure that by, and the distance is printed. A curve that is off writes no row, and the
 exit code is 1.
 """
@@ -26,6 +28,8 @@ from rowmax.problem import Operands, Problem
 from shapes import BOTH
 
 VOCABULARY = 4096
+SUCCESSORS = 4  # of a token in the walk
+WARMUP, RATE, CLIP = 10, 1e-4, 1.0
 
 
 class Layer(nn.Module):
@@ -112,23 +116,39 @@ def make_step(options, attend, device):
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(options, attend).to(torch.bfloat16)
-        tokens = torch.randint(VOCABULARY, (1, options.tokens + 1))
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.02)
+        tokens = walk(options.tokens + 1)[None].to(device)
         positions = torch.arange(options.tokens, dtype=torch.float32)
         dim = model.layers[0].dim
         angles = positions[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
     rotation = torch.polar(torch.ones_like(angles), angles)
     rotation = torch.stack([rotation.real, rotation.imag])
     compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), fused=device.type == "cuda")
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP)
 
     def step() -> float:
         loss = compiled(tokens, rotation)
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
+        warmup.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
     return step
+
+
+def walk(count: int) -> torch.Tensor:
+    """Tokens: each one of the few successors of the one before; the second half is the first once more."""
+    generator = torch.Generator().manual_seed(0)
+    graph = torch.randint(VOCABULARY, (VOCABULARY, SUCCESSORS), generator=generator).tolist()
+    found = [0]
+    for choice in torch.randint(SUCCESSORS, (-(-count // 2),), generator=generator).tolist():
+        found.append(graph[found[-1]][choice])
+    return torch.tensor((found * 2)[:count])
 
 
 def disagreement(curves: dict[str, list[float]]) -> str:
