@@ -108,5 +108,6 @@ def output_kernel(
         _store_guarded(
             head_base(q_ptr, q_strides, b, 0, head), head_base(k_ptr, k_strides, b, 0, head // GROUP), v_base, o_base, lse_base,
             q_strides[1], k_strides[1], v_strides[1], o_strides[1], row, tl.minimum(row + BLOCK_M, len_q) - 1, len_q, len_k,
-            len_k - len_q, band, scale_log2, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            len_k - len_q, band, scale_log2, None, None, None, None, None, None, None, None, None,
+            DIM, DIM_V, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
