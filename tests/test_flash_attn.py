@@ -199,13 +199,55 @@ def test_keys_in_use_and_padding_on_the_left_of_a_packed_forward(pages):
     torch.testing.assert_close(lse, torch.where(torch.isneginf(want_lse), math.inf, want_lse))
 
 
+# ---- dropout -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_dropout_is_what_its_mask_says(packed):
+    """S_dmask is the weights, negative where dropped: it makes the output, and through the private functions the gradients."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 7, heads, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 3, 14], dtype=torch.int32) if packed else None
+    q, k, v = (t.flatten(0, 1) if packed else t for t in (q, k, v))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    lengths, numbers = ((cu, cu, 11, 11) if packed else ()), (0.4, None, True)
+    function = flash_attn.flash_attn_varlen_func if packed else flash_attn.flash_attn_func
+    torch.manual_seed(5)
+    out, lse, mask = function(*leaves, *lengths, *numbers, return_attn_probs=True)
+    assert mask.shape == (2, 4, *((11, 11) if packed else (7, 7)))
+    assert bool((mask < 0).any())
+    kept = mask.clamp(min=0.0) / 0.6
+    for b in range(2):
+        rows = slice(*cu[b : b + 2].tolist()) if packed else b
+        n = 7 if not packed else int(cu[b + 1] - cu[b])
+        want = torch.einsum("hij,jhd->ihd", kept[b, :, :n, :n], v[rows].repeat_interleave(2, 1))
+        torch.testing.assert_close(out[rows], want)
+        torch.testing.assert_close(mask[b].abs().sum(-1)[:, :n], torch.ones(4, n, dtype=mask.dtype))
+    d_out = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+    wanted = torch.autograd.grad(out, leaves, d_out)
+    forward = interface._flash_attn_varlen_forward if packed else interface._flash_attn_forward
+    backward = interface._flash_attn_varlen_backward if packed else interface._flash_attn_backward
+    torch.manual_seed(5)
+    sides = (-1, -1, 0.0, None)
+    again, lse, same, rng = forward(*leaves, *lengths, *numbers, *sides, True)
+    assert torch.equal(again, out)
+    assert torch.equal(same, mask)
+    grads = [torch.full_like(t, math.nan) for t in leaves]
+    backward(d_out, *leaves, again, lse, *grads, *lengths, *numbers, *sides, False, rng)
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ProblemError, match="needs the rng_state"):
+        backward(d_out, *leaves, again, lse, *grads, *lengths, *numbers, *sides, False)
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_there_says_so():
     q = torch.randn(1, 4, 2, 16)
-    with pytest.raises(Unsupported, match=r"dropout_p=0\.1"):
-        flash_attn.flash_attn_func(q, q, q, 0.1)
+    cu, table = torch.tensor([0, 4], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(Unsupported, match=r"no dropout over pages; got dropout_p=0\.1"):
+        flash_attn.flash_attn_varlen_func(q[0], q, q, cu, cu, 4, 4, 0.1, block_table=table)
     with pytest.raises(ProblemError, match="window_size must be a pair"):
         flash_attn.flash_attn_func(q, q, q, window_size=(-2, 0))
     with pytest.raises(ProblemError, match="dropout_p"):

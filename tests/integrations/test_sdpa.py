@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import rowmax
-from rowmax import ProblemError, Unsupported
+from rowmax import ProblemError
 
 SHAPES = {
     "square": ((2, 4, 9, 16), (2, 4, 9, 16), 16),
@@ -95,14 +95,23 @@ def test_masks_are_what_torch_takes(shapes, shape, boolean):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+def test_dropout_is_on_average_what_it_drops_from():
+    torch.manual_seed(0)
+    q, k, v = (t.detach() for t in inputs((1, 2, 9, 16), (1, 2, 9, 16), 16))
+    many = torch.stack([rowmax.sdpa(q, k, v, dropout_p=0.3, is_causal=True) for _ in range(400)])
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert bool(((many.mean(0) - want).abs() < 5 * many.std(0) / 20).all())
+    assert float(many.std(0).max()) > 0
+
+
 def test_what_is_refused():
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(ProblemError, match="not both"):
         rowmax.sdpa(q, q, q, torch.ones(5, 5, dtype=torch.bool), is_causal=True)
     with pytest.raises(ProblemError, match=r"must broadcast to \[1, 2, 5, 5\]"):
         rowmax.sdpa(q, q, q, torch.ones(5, 4, dtype=torch.bool))
-    with pytest.raises(Unsupported, match=r"dropout_p=0\.1"):
-        rowmax.sdpa(q, q, q, dropout_p=0.1)
+    with pytest.raises(ProblemError, match=r"dropout_p must be at least 0 and below 1; got 1\.5"):
+        rowmax.sdpa(q, q, q, dropout_p=1.5)
     with pytest.raises(ProblemError, match="enable_gqa=True"):
         rowmax.sdpa(torch.randn(1, 4, 5, 8), q, q)
     with pytest.raises(ProblemError, match="one rank"):
@@ -112,6 +121,7 @@ def test_what_is_refused():
 def test_operators_of_torch_are_served_and_given_back():
     """On the CPU, where torch has none of its own: dense with gradients, and packed as `varlen_attn` calls it."""
     code = """
+import rowmax
 import torch
 from rowmax import reference
 from rowmax.integrations import sdpa
@@ -133,6 +143,14 @@ torch.testing.assert_close(out, want.transpose(1, 2))
 torch.testing.assert_close(lse, want_lse)
 for one, other in zip(grads, torch.autograd.grad(want.sin().sum(), (q, k, v))):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+dropped = []
+for attend in (lambda *x: torch.ops.aten._scaled_dot_product_flash_attention(*x, 0.3, True)[0],
+               lambda *x: rowmax.sdpa(*x, None, 0.3, True)):
+    torch.manual_seed(1)
+    out = attend(q, k, v)
+    dropped.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+for one, other in zip(*dropped):
+    torch.testing.assert_close(one, other)
 cu = torch.tensor([0, 7, 18], dtype=torch.int32)
 flat = [t.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for t in (q, k, v)]
 call = (cu, cu, 11, 11, 0.0, False, False)

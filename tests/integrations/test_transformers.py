@@ -420,6 +420,19 @@ def test_layers_never_wait_for_the_gpu(form):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("form", ["plain", "window", "padded", "packed"])
+def test_dropout_drops_some_weights_and_keeps_the_mean(form):
+    call = one_of_each("cpu")[form]
+    mask = integration.make_mask(**call)
+    lengths = ((4, call["q_length"]), (2, call["kv_length"]), (2, call["kv_length"]))
+    tensors = [torch.randn(2, heads, length, 8, generator=torch.Generator().manual_seed(0)) for heads, length in lengths]
+    torch.manual_seed(0)
+    want, _ = integration.attend(torch.nn.Module(), *tensors, mask)
+    many = torch.stack([integration.attend(torch.nn.Module(), *tensors, mask, dropout=0.3)[0] for _ in range(200)])
+    assert bool(((many.mean(0) - want).abs() <= 6 * many.std(0) / 200**0.5 + 1e-5).all())
+    assert float(many.std(0).max()) > 0.01
+
+
 # ---- refused -------------------------------------------------------------------------------------------------------
 
 
@@ -434,7 +447,6 @@ def layer(**kwargs):
         ({"sinks": torch.zeros(4)}, "sinks"),
         ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position bias"),
         ({"indices": torch.zeros(1, 6, 2, dtype=torch.long)}, "sparse"),
-        ({"dropout": 0.1}, "attention_dropout"),
         ({"output_attentions": True}, "eager"),
         ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "no dense masks"),
         ({"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)}, "no dense masks"),

@@ -19,7 +19,11 @@ if not (Path(__import__("triton").__file__).parent / "backends" / "nvidia" / "bi
 
 # Bytes of stack that a kernel may take, and why it is not 0. Grouped heads: one register, set for the descriptors and used
 # again by the reduction at the end, is stored before the loops and loaded after them.
-STACK = {("H200", "d128 fp16", "backward", "key"): 8}
+# A bias: `_HOPPER_PAIRS` in `plan/portable.py` says what else was tried.
+STACK = {
+    ("H200", "d128 fp16", "backward", "key"): 8,
+    ("H200", "d128 bf16 causal bias(hqk)", "backward", "key"): 24,
+}
 
 TOOL = Path(__file__).with_name("compile_only.py")
 GPUS, WAYS = ("A100", "L4", "H200", "B200"), ("forward", "backward")
@@ -32,7 +36,7 @@ BUILDS += [("A100", LARGE, "d64 fp32", "backward")]  # larger ones take minutes 
 STRUCTURES = ["d40/24 fp16", "d41/23 bf16 causal", "d128 fp16", "d128 bf16 window(256,9)", "d128 bf16 causal packed"]
 STRUCTURES += ["d96/72 bf16 window(256,inf) packed"]
 STRUCTURES += ["d128 bf16 causal softcap=30.0", "d128 bf16 causal alibi(batch) sink"]
-STRUCTURES += ["d128 bf16 causal bias(hqk)"]
+STRUCTURES += ["d128 bf16 causal bias(hqk)", "d128 bf16 causal packed dropout=0.1"]
 BUILDS += [("H200", LARGE, structure, way) for structure in STRUCTURES for way in WAYS]
 BUILDS += [("H200", "b1 h2/1 q1 k100", "d32 fp16 causal alibi", "backward")]  # lengths of 1 as constants: ptxas crashed
 

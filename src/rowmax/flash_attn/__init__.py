@@ -10,7 +10,7 @@ Layouts, alignment of masks, scale and returned values are that library's (`inte
     ALiBi                 the returned LSE is that of the documented formula; that library may leave out a constant a row
     window, below -1      an error; there any negative number is no limit
     pages                 of any size; there multiples of 256. With ALiBi, a soft-cap or left padding they are copied first
-    dropout               `Unsupported`, until there is one
+    dropout               by a generator of its own (`rowmax.reference.dropout`); not over pages
 """
 
 from rowmax.flash_attn.alias import install, uninstall

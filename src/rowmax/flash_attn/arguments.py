@@ -9,8 +9,9 @@ from rowmax.errors import ProblemError, Unsupported
 
 
 def options(q, *, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, len_k: Optional[int] = None) -> dict:
-    """Keyword arguments of `rowmax.attention`. `len_k`: a side of the window that reaches as far is no limit."""
-    refuse_dropout(dropout_p)
+    """Keyword arguments of `rowmax.attention`. `len_k`: a side of the window that reaches as far is no limit. With dropout, a
+    seed is drawn here, from torch's generator of q's device."""
+    check_dropout(dropout_p)
     chosen: dict[str, Any] = {"causal": bool(causal), "window": window(window_size, len_k)}
     if softmax_scale is not None:
         chosen["scale"] = float(softmax_scale)
@@ -18,14 +19,20 @@ def options(q, *, dropout_p, softmax_scale, causal, window_size, softcap, alibi_
         chosen["softcap"] = float(softcap)
     if alibi_slopes is not None:
         chosen["alibi_slopes"] = alibi_slopes
+    if dropout_p:
+        seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+        chosen.update(dropout_p=float(dropout_p), seed=seed)
     return chosen
 
 
-def refuse_dropout(dropout_p: float) -> None:
+def check_dropout(dropout_p: float) -> None:
     if not 0 <= dropout_p < 1:
         raise ProblemError(f"dropout_p must be at least 0 and below 1; got {dropout_p}.")
-    if dropout_p > 0:
-        raise Unsupported(f"rowmax.flash_attn has no dropout; got dropout_p={dropout_p}. Pass 0.0, as in evaluation.")
+
+
+def refuse_dropout(chosen: dict, where: str) -> None:
+    if "dropout_p" in chosen:
+        raise Unsupported(f"rowmax.flash_attn has no dropout {where}; got dropout_p={chosen['dropout_p']}. Pass 0.0.")
 
 
 def window(window_size, len_k: Optional[int] = None) -> tuple[Optional[int], Optional[int]]:

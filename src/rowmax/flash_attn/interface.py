@@ -2,7 +2,8 @@
 
 Dense tensors are `[B, T, H, D]`, packed ones `[T, H, D]` with `cu_seqlens` int32 `[B + 1]`. All of them return `out`, and with
 `return_attn_probs` `(out, softmax_lse, S_dmask)`: lse fp32 `[B, H, T]` or `[H, T]`, natural logarithm, +inf where a query sees
-no key; S_dmask is empty. Masks are aligned to the bottom right: query i sees key j iff j <= i + Tk - Tq.
+no key; S_dmask is empty but where weights are dropped (`dmask`). Masks are aligned to the bottom right: query i sees key j iff
+j <= i + Tk - Tq.
 """
 
 from typing import Optional
@@ -11,6 +12,7 @@ import torch
 
 from rowmax.api import attention, attention_varlen
 from rowmax.flash_attn.arguments import length, no_mask, options, rows, their_lse
+from rowmax.flash_attn.dmask import s_dmask
 from rowmax.flash_attn.kvcache import flash_attn_with_kvcache  # noqa: F401, it belongs to this module there
 from rowmax.flash_attn.private import (  # noqa: F401, the names that other libraries import from here
     _flash_attn_backward,
@@ -41,7 +43,7 @@ def flash_attn_func(
     """Attention of q `[B, Tq, H, D]` over k, v `[B, Tk, Hk, D]`; H is a multiple of Hk.
 
     Args:
-        dropout_p: 0.0; else `Unsupported`.
+        dropout_p: of the weights, by a seed from torch's generator of q's device. Other weights than there are dropped.
         softmax_scale: `None` is `1/sqrt(D)`.
         window_size: keys to the left and right of the diagonal, -1 for no limit.
         softcap: above 0, scores become `softcap * tanh(score / softcap)`.
@@ -60,7 +62,10 @@ def flash_attn_func(
         len_k=k.shape[1] if k.dim() == 4 else None,
     )
     found = attention(q, k, v, deterministic=bool(deterministic), return_lse=bool(return_attn_probs), **chosen)
-    return (found[0], their_lse(found[1]), no_mask(q)) if return_attn_probs else found
+    if not return_attn_probs:
+        return found
+    mask = s_dmask(q.detach(), k.detach(), found[1].detach(), chosen) if dropout_p else no_mask(q)
+    return found[0], their_lse(found[1]), mask
 
 
 def flash_attn_kvpacked_func(
@@ -138,7 +143,13 @@ def flash_attn_varlen_func(
         chosen |= {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
         chosen |= {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
         found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **chosen)
-    return (found[0], their_lse(found[1]), no_mask(q)) if return_attn_probs else found
+    if not return_attn_probs:
+        return found
+    mask = no_mask(q)
+    if dropout_p:
+        lengths = (cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q), length(max_seqlen_k))
+        mask = s_dmask(q.detach(), k.detach(), found[1].detach(), chosen, *lengths)
+    return found[0], their_lse(found[1]), mask
 
 
 def flash_attn_varlen_kvpacked_func(

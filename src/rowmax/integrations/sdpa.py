@@ -35,6 +35,7 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
         attn_mask: `[..., H, Tq, Tk]` with sizes of 1 and leading dimensions broadcast: boolean, True where the query sees the
             key, or added to the scores, of the query's type or fp32, with its gradient. Or a
             `torch.nn.attention.bias.CausalBias`.
+        dropout_p: of the weights, from torch's generator of the device. Other weights than torch's are dropped.
         is_causal: query i sees keys j <= i: aligned to the top left, where `rowmax.attention` aligns to the bottom right. They
             differ where Tq != Tk.
         scale: `None` is `1/sqrt(D)`.
@@ -43,8 +44,6 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     Returns:
         `[..., H, Tq, Dv]`. Gradients flow to query, key and value.
     """
-    if dropout_p:
-        raise Unsupported(f"rowmax.sdpa has no dropout; got dropout_p={dropout_p}. Pass 0.0, as in evaluation.")
     aligned_right = False
     if attn_mask is not None and is_causal:
         raise ProblemError("give attn_mask or is_causal=True, not both; rowmax.attention takes causal= and mask= together.")
@@ -67,7 +66,7 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (t.expand(*lead, -1, -1, -1).flatten(0, -4).transpose(1, 2) for t in (q, k, v))
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
-    options: dict[str, Any] = {"scale": scale}
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p}
     len_q, len_k = q.shape[1], k.shape[1]
     if is_causal and (aligned_right or len_q == len_k):
         options["causal"] = True
@@ -190,9 +189,9 @@ def backward(
     tail = (dropout_p, scale, is_causal, _side(window_size_left), _side(window_size_right), 0.0, None, True)
     given = (grad_out, query, key, value, out, logsumexp, *grads)
     if cum_seq_q is None:
-        _flash_attn_backward(*given, *tail)
+        _flash_attn_backward(*given, *tail, rng_state)
     else:
-        _flash_attn_varlen_backward(*given, cum_seq_q, cum_seq_k, max_q, max_k, *tail)
+        _flash_attn_varlen_backward(*given, cum_seq_q, cum_seq_k, max_q, max_k, *tail, rng_state)
     return grads
 
 

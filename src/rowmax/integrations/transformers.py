@@ -21,7 +21,7 @@ Facts known to the host (limits, the number of keys) must not depend on reading 
 `torch.compile` and `generate`, which make masks in one place and use them in another; a tensor's shape does both.
 
 Differences from eager attention, by intention: the output at a padded position is 0 (eager computes a value there that
-nothing reads). What cannot be served (arbitrary 4-D masks, chunked or block patterns, dropout, position biases, ...)
+nothing reads). What cannot be served (arbitrary 4-D masks, chunked or block patterns, position biases, ...)
 raises `rowmax.Unsupported`; nothing is computed in another way than the model asked for.
 """
 
@@ -369,12 +369,13 @@ def attend(
         query: `[B, Hq, Tq, D]`; key: `[B, Hk, Tk, D]`; value: `[B, Hk, Tk, Dv]`, any strides with the last equal to 1.
         attention_mask: what `make_mask` returned.
         cu_seq_lens_q, cu_seq_lens_k: sequences packed into a batch of one, as `DataCollatorWithFlattening` gives them.
+        dropout: of the weights, which models ask for in training; other weights are dropped than by eager attention.
         softcap: of the scores, as in Gemma 2; s_aux: sink logits `[Hq]`, as in gpt-oss.
 
     Returns:
         `[B, Tq, Hq, Dv]`, and None in place of the attention weights, which are never stored.
     """
-    _refuse_unserved(dropout, kwargs)
+    _refuse_unserved(0.0, kwargs)
     if (pages := kwargs.get("rowmax_pages")) is not None:  # of `concurrent`, which knows what the queries see
         given = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return pages.attend(module, query, key, value, **given), None
@@ -404,6 +405,8 @@ def attend(
         call["softcap"] = softcap
     if s_aux is not None:
         call["sink"] = s_aux
+    if dropout:
+        call["dropout_p"] = dropout
     columns = 0 if attention_mask is None else attention_mask.shape[3]
     if cu_seq_lens_q is not None:
         if columns >= _ROW_COLUMNS or query.shape[2] * query.shape[0] != key.shape[2] * key.shape[0]:
@@ -427,7 +430,7 @@ def attend(
 def _refuse_unserved(dropout: float, kwargs: dict) -> None:
     if dropout:
         raise Unsupported(
-            f"rowmax attention has no dropout; the model asks for {dropout}. Set config.attention_dropout = 0.0, or {_INSTEAD}."
+            f"rowmax attention has no dropout while serving; the model asks for {dropout}. Set config.attention_dropout = 0.0."
         )
     if kwargs.get("output_attentions"):
         raise Unsupported(f"rowmax attention never stores the weights; for output_attentions=True {_EAGER}.")
