@@ -10,11 +10,12 @@ pass the rule of `rowmax.testing`, and `held` tells how many there were.
 import itertools
 import math
 import random
+from functools import lru_cache
 from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax import Problem, flash_attn, testing
+from rowmax import Problem, Unsupported, flash_attn, testing
 from rowmax.flash_attn import flash_attn_with_kvcache
 from rowmax.problem import Operands
 
@@ -25,7 +26,7 @@ LONGEST = 2048
 
 
 class Case(NamedTuple):
-    """`window`: -1 is no limit. The last four are of caches: new tokens, rotated pairs, neighbouring pairs, parts of keys."""
+    """`window`: -1 is no limit. Of caches: new tokens, rotated pairs, whether those are neighbours, parts of keys."""
 
     number: int
     form: str
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     pairs: int = 0
     interleaved: bool = False
     splits: int = 0
+    dropout: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -98,13 +100,25 @@ def draw(number: int, small: bool = False) -> Case:
     if form == "pages":
         return case._replace(page=rnd.choice((16, 64, 256)))
     if not cache:
-        return case
+        dropped = drops() and not case.softcap and rnd.random() < 0.3
+        return case._replace(dropout=0.17) if dropped else case
     new = rnd.choice((0, 0, 1, len_q, min(7, len_k)))
     pairs = rnd.choice((0, dim // 8 * 4, min(dim // 2, 8))) if new else 0
     page = rnd.choice((16, 64, 256)) if form == "kvcache_pages" else 0
     return case._replace(
         new=min(new, len_k), pairs=pairs, page=page, interleaved=rnd.random() < 0.5, splits=rnd.choice((0, 0, 1, 3))
     )
+
+
+@lru_cache
+def drops() -> bool:
+    """Is there dropout?"""
+    q = torch.zeros(1, 1, 1, 8)
+    try:
+        flash_attn.flash_attn_func(q, q, q, 0.5)
+    except Unsupported:
+        return False
+    return True
 
 
 def check(case: Case, device: str) -> Outcome:
@@ -120,8 +134,8 @@ def _product(a, b):
     return (a.float() @ b.float()).to(a.dtype) if slow else a @ b
 
 
-def dense(case: Case, q, k, v, slopes):
-    """`(out [Tq, H, D], lse [H, Tq])` of one sequence, q `[Tq, H, D]`, in the inputs' type."""
+def dense(case: Case, q, k, v, slopes, kept=None):
+    """`(out [Tq, H, D], lse [H, Tq])` of one sequence, q `[Tq, H, D]`, in their type. `kept`: by dropout, `[H, Tq, Tk]`."""
     group = case.heads[0] // case.heads[1]
     q, k, v = q.transpose(0, 1), *(t.transpose(0, 1).repeat_interleave(group, 0) for t in (k, v))
     scores = _product(q * case.dim**-0.5, k.mT)
@@ -143,15 +157,18 @@ def dense(case: Case, q, k, v, slopes):
     lse = torch.logsumexp(scores, -1).masked_fill(dead.squeeze(-1), torch.inf) if len_k else scores.new_full(
         scores.shape[:-1], torch.inf
     )  # fmt: skip
+    if kept is not None:
+        p = torch.where(kept, p / (1 - case.dropout), 0.0)
     return _product(p, v).transpose(0, 1), lse
 
 
-def _dense_all(case: Case, q, k, v, slopes):
+def _dense_all(case: Case, q, k, v, slopes, kept=None):
     """Of lists of sequences: both results as lists."""
     pairs = []
     for b in range(len(q)):
         own = None if slopes is None else slopes if slopes.dim() == 1 else slopes[b]
-        pairs.append(dense(case, q[b], k[b], v[b], own))
+        left = None if kept is None else kept[b, :, : q[b].shape[0], : k[b].shape[0]]
+        pairs.append(dense(case, q[b], k[b], v[b], own, left))
     return [out for out, _ in pairs], [lse for _, lse in pairs]
 
 
@@ -186,15 +203,17 @@ def _tensors(case: Case, device: str):
 def _check_call(case: Case, device: str) -> Outcome:
     q, k, v, grads, slopes, own = _tensors(case, device)
     inputs = (q, k, v)
+    seed = _seeded(case, device)
     with testing.poisoned():
-        out, lse, mine = _attend(case, *inputs, grads, slopes, own)
+        out, lse, mask, mine = _attend(case, *inputs, grads, slopes, own)
+    kept = None if not case.dropout else ~torch.signbit(mask)  # negative where dropped, and a weight of -0 is
     rows = [a for a, _ in own]
     found = [list(out.split(rows)) if out.dim() == 3 else list(out), *mine]
     lses = list(lse.split(rows, 1)) if lse.dim() == 2 else list(lse)
     results: list = []
     for wide in (True, False):
         leaves = [[(t.double() if wide else t).detach().requires_grad_(case.form != "pages") for t in ts] for ts in inputs]
-        outs, exact_lses = _dense_all(case, *leaves, slopes)
+        outs, exact_lses = _dense_all(case, *leaves, slopes, kept)
         results.append([outs])
         if case.form != "pages":
             flat = [t for ts in leaves for t in ts]
@@ -207,22 +226,20 @@ def _check_call(case: Case, device: str) -> Outcome:
     ratios = {name: _ratio(name, *three) for name, *three in zip(names, found, *results, strict=True)}
     held = all(ratio <= 1.0 for ratio in ratios.values())
     if not held and not error:
-        error = _by_the_rule(case, inputs, slopes, own, found, lses, grads)
+        error = _by_the_rule(case, inputs, slopes, own, found, grads, seed)
     return Outcome(ratios, held, error)
 
 
 def _attend(case: Case, q, k, v, grads, slopes, own):
-    """`(out, lse, [dq, dk, dv])`: gradients as lists of sequences; none for pages."""
+    """`(out, lse, S_dmask, [dq, dk, dv])`: gradients as lists of sequences; none for pages."""
     tail = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, "alibi_slopes": slopes}
-    tail |= {"deterministic": case.deterministic, "return_attn_probs": True}
+    tail |= {"deterministic": case.deterministic, "return_attn_probs": True, "dropout_p": case.dropout}
     packed, device = "varlen" in case.form or case.form == "pages", q[0].device
     q, k, v, grad = (torch.cat(ts) if packed else torch.stack(ts) for ts in (q, k, v, grads))
     if case.form == "pages":
         return _attend_pages(case, q, k, v, own, tail)
     leaves, most = [t.requires_grad_() for t in (q, k, v)], case.lengths
-    cu = [
-        torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32, device=device) for n in zip(*own, strict=True)
-    ]
+    cu = _cu_seqlens(own, device)
     axis = 1 if packed else 2
     if case.form == "func":
         found = flash_attn.flash_attn_func(q, k, v, **tail)
@@ -236,11 +253,11 @@ def _attend(case: Case, q, k, v, grads, slopes, own):
         found = flash_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], axis), *cu, *most, **tail)
     else:
         found = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], axis), cu[0], most[0], **tail)
-    assert found[2].numel() == 0
+    assert case.dropout or found[2].numel() == 0
     mine = torch.autograd.grad(found[0], leaves, grad)
     rows = [[n[which] for n in own] for which in (0, 1, 1)]
     split = [list(t.split(n)) if packed else list(t) for t, n in zip(mine, rows, strict=True)]
-    return found[0].detach(), found[1].detach(), split
+    return found[0].detach(), found[1].detach(), found[2], split
 
 
 def _attend_pages(case: Case, q, k, v, own, tail):
@@ -256,11 +273,17 @@ def _attend_pages(case: Case, q, k, v, own, tail):
         for t, page in zip((k, v), pages, strict=True):
             page[table[b, at // size].long(), at % size] = t[begin : begin + length]
         begin += length
-    cu = [
-        torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32, device=device) for n in zip(*own, strict=True)
-    ]
+    cu = _cu_seqlens(own, device)
     out, lse, _ = flash_attn.flash_attn_varlen_func(q, *pages, *cu, *case.lengths, block_table=table, **tail)
-    return out, lse, []
+    return out, lse, None, []
+
+
+def _seeded(case: Case, device: str) -> torch.Tensor:
+    """The seed of dropout that the call is going to draw."""
+    torch.manual_seed(case.number)
+    seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    torch.manual_seed(case.number)
+    return seed
 
 
 def _cu_seqlens(own, device) -> list[torch.Tensor]:
@@ -292,7 +315,7 @@ def _wrong_lse(mine: list, exact: list) -> str:
     return ""
 
 
-def _by_the_rule(case: Case, inputs, slopes, own, found, lses, grads) -> str:
+def _by_the_rule(case: Case, inputs, slopes, own, found, grads, seed) -> str:
     """What the rule of `rowmax.testing` finds wrong."""
     device = inputs[0][0].device
     cu = (
@@ -300,7 +323,10 @@ def _by_the_rule(case: Case, inputs, slopes, own, found, lses, grads) -> str:
     )
     operands = Operands(*(torch.cat(ts) for ts in inputs), *cu, slopes)
     left, right = (None if side < 0 else side for side in case.window)
-    problem = Problem.describe(operands, left=left, right=0 if case.causal else right, softcap=case.softcap)
+    numbers = {"softcap": case.softcap}
+    if case.dropout:
+        operands, numbers = operands._replace(seed=seed), {**numbers, "dropout": case.dropout}
+    problem = Problem.describe(operands, left=left, right=0 if case.causal else right, **numbers)
     out = torch.cat(found[0]).detach()
     report = testing.check_forward(problem, operands, out)
     if len(found) > 1:
@@ -392,7 +418,7 @@ def _check_cache(case: Case, device: str) -> Outcome:
 
 def _cache_by_the_rule(case: Case, q: list, own: list, slopes: Optional[torch.Tensor], out: list) -> str:
     sizes = [(a.shape[0], b.shape[0]) for a, b in zip(q, own[0], strict=True)]
-    return _by_the_rule(case, (q, *own), slopes, sizes, [out], [], [])
+    return _by_the_rule(case, (q, *own), slopes, sizes, [out], [], None)
 
 
 def _turned(x, cos, sin, positions, interleaved: bool):
