@@ -318,9 +318,7 @@ def _wrong_lse(mine: list, exact: list) -> str:
 def _by_the_rule(case: Case, inputs, slopes, own, found, grads, seed) -> str:
     """What the rule of `rowmax.testing` finds wrong."""
     device = inputs[0][0].device
-    cu = (
-        torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32, device=device) for n in zip(*own, strict=True)
-    )
+    cu = _cu_seqlens(own, device)
     operands = Operands(*(torch.cat(ts) for ts in inputs), *cu, slopes)
     left, right = (None if side < 0 else side for side in case.window)
     numbers = {"softcap": case.softcap}

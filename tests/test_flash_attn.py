@@ -48,6 +48,7 @@ def test_the_grid_has_its_whole_range():
         for some in (flash_grid.FORMS, flash_grid.CACHES):
             assert any(bent(case) for case in cases if case.form in some)
     assert any(case.deterministic and case.heads[0] > case.heads[1] for case in cases)
+    assert any(case.dropout and "varlen" in case.form for case in cases)
     caches = [case for case in cases if case.form in flash_grid.CACHES]
     assert {(bool(case.new), bool(case.pairs), case.interleaved) for case in caches if case.pairs} == {
         (True, True, False),
