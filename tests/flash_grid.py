@@ -10,12 +10,11 @@ pass the rule of `rowmax.testing`, and `held` tells how many there were.
 import itertools
 import math
 import random
-from functools import lru_cache
 from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax import Problem, Unsupported, flash_attn, testing
+from rowmax import Problem, flash_attn, testing
 from rowmax.flash_attn import flash_attn_with_kvcache
 from rowmax.problem import Operands
 
@@ -100,7 +99,7 @@ def draw(number: int, small: bool = False) -> Case:
     if form == "pages":
         return case._replace(page=rnd.choice((16, 64, 256)))
     if not cache:
-        dropped = drops() and not case.softcap and rnd.random() < 0.3
+        dropped = not case.softcap and rnd.random() < 0.3
         return case._replace(dropout=0.17) if dropped else case
     new = rnd.choice((0, 0, 1, len_q, min(7, len_k)))
     pairs = rnd.choice((0, dim // 8 * 4, min(dim // 2, 8))) if new else 0
@@ -108,17 +107,6 @@ def draw(number: int, small: bool = False) -> Case:
     return case._replace(
         new=min(new, len_k), pairs=pairs, page=page, interleaved=rnd.random() < 0.5, splits=rnd.choice((0, 0, 1, 3))
     )
-
-
-@lru_cache
-def drops() -> bool:
-    """Is there dropout?"""
-    q = torch.zeros(1, 1, 1, 8)
-    try:
-        flash_attn.flash_attn_func(q, q, q, 0.5)
-    except Unsupported:
-        return False
-    return True
 
 
 def check(case: Case, device: str) -> Outcome:
