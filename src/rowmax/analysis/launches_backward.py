@@ -162,12 +162,17 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperBackward
     prepare = _rows(problem, lengths, 2.0 * problem.dim_v * element + 12.0 + 4.0 * problem.dim_qk, "prepare")
     finish = _rows(problem, lengths, (4.0 + element) * problem.dim_qk, "finish")
     tasks: list = []
+    lines, group = problem.heads_k * tile.parts, problem.group // tile.parts
     for sequence, count in sorted(_counted(lengths), reverse=True):
-        one = key_tasks([sequence], problem.heads_k * count, tile.block_n, tile.block_m, problem.band, problem.group)
+        one = key_tasks([sequence], lines * count, tile.block_n, tile.block_m, problem.band, group)
         tasks += sorted(one, key=lambda task: -task[1])  # the longest of a head first
     turns, keys = sum(count * turns for count, turns, _ in tasks), _keys(problem, lengths)
     sums = 4.0 * rows * problem.dim_qk
     hbm = 2 * keys + 2 * sums
+    if tile.parts > 1:  # dK and dV of each part in fp32, added up by the last kernel
+        partial = keys * tile.parts * 4.0 / element
+        hbm += partial - keys
+        finish = finish._replace(hbm_bytes=finish.hbm_bytes + partial + keys, l2_bytes=finish.l2_bytes + partial + keys)
     hbm += _queries_from_hbm(problem, lengths, rates, device.sms, _tiles_of_head(lengths, 1, tile.block_n))
     l2 = hbm + turns * tile.block_m * (_seen_width(problem) + 8.0 + 4.0 * problem.dim_qk)
     shared = hopper_backward.shared_bytes(problem, tile)
