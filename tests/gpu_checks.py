@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent / "kernels"))
 import canaries
 
 import gpu_faults
+import gpu_masks
 import gpu_second
 import gpu_serving
 
@@ -380,7 +381,7 @@ def memory_does_not_grow_over_calls():
     assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes were kept"
 
 
-CHECKS |= gpu_serving.CHECKS | gpu_faults.CHECKS | gpu_second.CHECKS
+CHECKS |= gpu_serving.CHECKS | gpu_faults.CHECKS | gpu_masks.CHECKS | gpu_second.CHECKS
 
 
 def run_one(name: str) -> tuple[str, str, float]:

@@ -262,3 +262,15 @@ def test_other_backends_say_why_they_pass_such_a_problem_over():
     assert "plain scores" in dict(plan.refusals)["hopper"]
     with pytest.raises(Unsupported, match="bias or mask"):
         rowmax.plan(problem, rowmax.Device("CPU", "cpu"), prefer="aten")
+
+
+def test_kernels_refuse_what_they_cannot_count():
+    """Offsets within a tile are counted in 32 bits: rows too far apart are named, not read from elsewhere."""
+    q, k, v = random_call(torch.float32)
+    far = torch.empty(8 * 2**23 + 12, dtype=torch.bool).as_strided((1, 1, 9, 12), (0, 0, 2**23, 1))  # never read
+    try:
+        rowmax.plan(Problem.parse("b2 h4/2 q9 k12 d16 fp32 mask(qk)"), rowmax.Device.of(q), prefer="q_outer")
+    except Unsupported as refused:
+        pytest.skip(str(refused))
+    with pytest.raises(ProblemError, match=r"less than 8388608 elements apart.*mask\.contiguous"):
+        rowmax.attention(q, k, v, mask=far, plan="q_outer")

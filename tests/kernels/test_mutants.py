@@ -187,7 +187,7 @@ KERNEL_MUTANTS = {
         "return length // block + problem.batch - 1 if problem.packed",
         1,
     ),
-    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)\n            if sink", "pass\n            if sink", 1),
+    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)\n            if self", "pass\n            if self", 1),
     # gradients
     "delta missing": (TILE, "return p * (dp - delta)", "return p * dp", 1),
     "gradient of the LSE dropped": (BACKWARD, "delta -= tl.load(dlse_ptr", "tl.load(dlse_ptr", 1),
@@ -202,7 +202,7 @@ KERNEL_MUTANTS = {
         1,
     ),
     "huge LSE not rounded up": (BACKWARD, "lse_log2 + tl.abs(lse_log2) * 4.7", "lse_log2 - tl.abs(lse_log2) * 4.7", 1),
-    "dS not masked": (BACKWARD, "            ds = tl.where(seen, ds, 0.0)\n        if GUARDED", "        if GUARDED", 1),
+    "dS not masked": (BACKWARD, "  ds = tl.where(seen, ds, 0.0)\n        elif GIVEN", "  ds = ds\n        elif GIVEN", 1),
     "P of dV not masked": (BACKWARD, "            p = tl.where(seen, p, 0.0)\n", "", 1),
     "right edge skipped": (
         TILE,
@@ -269,7 +269,7 @@ CPU_MUTANTS = {
     "last sequence skipped": (WALK, "for i in range(problem.batch):", "for i in range(problem.batch - 1):", 1),
     "scale off by a hundredth": (CPU_FORWARD, "problem.scale * LOG2E", "problem.scale * 1.01 * LOG2E", 1),
     "LSE in base 2": (CPU_FORWARD, "import LN2, LOG2E", "import LOG2E\n\nLN2 = 1.0", 1),
-    "tile not normalised": (CPU_FORWARD, "weight = 1.0 / l if", "weight = 0 * l + 1.0 if", 1),
+    "tile not normalised": (CPU_FORWARD, "if blind else 1.0 / l", "if blind else 0 * l + 1.0", 1),
     "merge without weights": (
         CPU_FORWARD,
         "a, b = torch.exp2(lse - pivot), torch.exp2(tile_lse - pivot)",

@@ -1,0 +1,87 @@
+"""Masks, biases and dropout on a GPU beside the CPU, as checks of `gpu_checks.py`."""
+
+import torch
+
+import rowmax
+from rowmax import Problem, reference, testing
+
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def dropout_keeps_the_same_weights_on_a_gpu():
+    """Equal scores and values that are unit vectors: the output shows which weights are kept; dense, and by sequence packed."""
+    q = torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.zeros(2, 256, 2, 64, dtype=torch.bfloat16, device="cuda"), torch.eye(256, dtype=torch.bfloat16, device="cuda")
+    v = v[None, :, None].expand(2, -1, 2, -1).contiguous()
+    for seed in (7, -(2**40) - 3):
+        want = reference.dropout(seed, 0.3, range(2), 4, 300, 256)
+        out = rowmax.attention(q, k, v, dropout_p=0.3, seed=seed)
+        assert torch.equal(out.transpose(1, 2).cpu() > 0, want), "dense"
+        cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32, device="cuda") for n in (300, 256))
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        out = rowmax.attention_varlen(*flat, cu_q, cu_k, dropout_p=0.3, seed=seed)
+        assert torch.equal(out.unflatten(0, (2, 300)).transpose(1, 2).cpu() > 0, want), "packed"
+
+
+@check
+def a_captured_graph_takes_a_new_seed():
+    """The seed is a tensor: written in place between replays, it changes what is dropped, forward and backward."""
+    q, k, v = (torch.randn(2, 200, 4, 64, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(3))
+    seed, grad = torch.tensor([1], device="cuda"), torch.randn(2, 200, 4, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step(seed):
+        out = rowmax.attention(q, k, v, causal=True, dropout_p=0.2, seed=seed)
+        return (out, *torch.autograd.grad(out, (q, k, v), grad))
+
+    step(seed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(seed)
+    for value in (1, 5):
+        seed.fill_(value)
+        graph.replay()
+        for one, other in zip(results, step(value), strict=True):
+            assert torch.equal(one, other), f"seed {value}"
+
+
+@check
+def gradients_of_biases_and_behind_dropout_repeat_bitwise():
+    """Ten runs; a bias's gradient is summed over what it is broadcast in, in a fixed order."""
+    for letters in ("bhqk", "qk", "bk", "hq", "1"):
+        problem = Problem.parse(f"b4 h8/2 q500 k600 d128 bf16 causal bias({letters}) mask(bqk) dropout=0.1")
+        operands = testing.operands(problem, device="cuda")
+        given = testing.cotangents(problem, device="cuda")
+
+        def run(problem=problem, operands=operands, given=given):
+            leaves = [t.detach().clone().requires_grad_() for t in (*operands[:3], operands.bias)]
+            tensors = operands._replace(**dict(zip(("q", "k", "v", "bias"), leaves, strict=True)))
+            results = testing.attend(problem, tensors)
+            return (*(t.detach() for t in results), *torch.autograd.grad(results, leaves, given))
+
+        first = run()
+        for _ in range(10):
+            for one, other in zip(first, run(), strict=True):
+                assert torch.equal(one.nan_to_num(nan=7.25), other.nan_to_num(nan=7.25)), f"bias({letters})"
+
+
+@check
+def padding_by_lengths_on_a_gpu():
+    """Both sides, against one row of the batch after the other; and what is hostile is clamped."""
+    q, k, v = (torch.randn(3, 333, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
+    ends, begins = torch.tensor([333, 100, 0], device="cuda"), torch.tensor([40, 0, 0], device="cuda")
+    out, lse = rowmax.attention(q, k, v, causal=True, seqlens_k=ends, leftpad_k=begins, return_lse=True)
+    for b, (begin, end) in enumerate(((40, 333), (0, 100), (0, 0))):
+        want, want_lse = reference.attention(
+            *(t.double() for t in (q[b : b + 1], k[b : b + 1, begin:end], v[b : b + 1, begin:end])), right=0
+        )
+        torch.testing.assert_close(out[b].double(), want[0], rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(lse[b].double(), want_lse[0], rtol=1e-4, atol=1e-3)
+    hostile = torch.tensor([2**31 - 1, -5, 400], device="cuda", dtype=torch.int32)
+    assert bool(torch.isfinite(rowmax.attention(q, k, v, seqlens_k=hostile, leftpad_k=hostile)).all())
