@@ -140,7 +140,7 @@ def test_a_backward_has_terms_gaps_and_a_verdict():
 # ---- decoding --------------------------------------------------------------------------------------------------------------
 
 
-# Problem, cache, tile that the plan took, us of a graph's replay: an H200 on 2026-11-30, commit 065d695 (`benchmarks/decode.py`).
+# Problem, cache, tile that the plan took, us of a graph's replay; benchmarks/decode.py on an H200, 2026-11-30, commit 065d695.
 DECODED = [
     ("b1 h32/8 q1 k8192 d128 bf16", "", "16x64 w4 s3 x32", 24.29),
     ("b1 h32/8 q1 k8192 d128 bf16", "paged16", "16x64 w4 s3 x32", 26.3),
