@@ -35,10 +35,12 @@ def calls(problem: Problem, device: Device):
     v = k[..., : problem.dim_v] if latent else torch.empty(*rows, problem.heads_k, problem.dim_v, dtype=stored)
     scales = (torch.empty(rows[0], problem.heads_k),) * 2 if eight_bits else (None, None)
     tile = plan(problem, device, prefer="split_kv").tiles[0]
+    slopes = torch.empty(problem.heads_q) if problem.alibi else None
+    scores = () if problem.plain else (slopes, torch.empty(problem.heads_q) if problem.sink else None)
     elements = decode_launch.part_elements(problem, tile)
     parts = torch.empty(elements) if elements else None
     operands = PagedOperands(q, k, v, table, lengths, cu, *scales)
-    made = decode_launch.calls(problem, operands, tile, out, None, parts, early=device.capability >= (9, 0))
+    made = decode_launch.calls(problem, operands, tile, out, None, parts, device.capability >= (9, 0), scores)
     if eight_bits:  # what such a cache launches besides
         new = (torch.empty(problem.batch, *t.shape[2:], dtype=problem.dtype) for t in (k, v))
         made += (decode_launch.append_call(AppendOperands(k, v, *new, table, lengths, None, None, None, *scales), False),)

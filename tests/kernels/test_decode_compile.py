@@ -32,6 +32,8 @@ BUILDS += [
         f"{ONE} d128 bf16 causal paged16 invariant",
         f"{MANY} d128 bf16 causal packed paged16 invariant",
         "b16 h128/1 q4 k8192 d576/512 bf16 causal paged16",
+        "b1 h32/8 q1 k8192 d128 bf16 softcap=50.0 sink",
+        "b1 h32/8 q4 k8192 d128 bf16 causal alibi",
         f"{ONE} d128 bf16 causal paged16 e4m3",
         f"{ONE} d128 bf16 causal paged64 e4m3",
     )

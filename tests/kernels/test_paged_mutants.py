@@ -7,7 +7,7 @@ import torch
 from test_mutants import replaced
 
 import rowmax
-from rowmax import PagedProblem, ops_paged
+from rowmax import PagedProblem, Problem, ops_paged, testing
 from rowmax.paged import AppendOperands
 from rowmax.testing import check_forward, paged
 from rowmax.testing.memory import poisoned
@@ -29,6 +29,8 @@ CASES = {  # spelling, queries and keys of each sequence, kind, tile, scales of 
     "small pages": ("b1 h4/2 q1 k30 d16 fp16 causal paged5 e4m3", [(1, 28)], "normal", "16x16 w4 s1 x1", True),
     "fixed": ("b1 h2 q1 k48 d16 fp32 causal paged16 invariant", [(1, 43)], "normal", "16x16 w4 s1 c2", False),
 }
+
+SCORES = {"sink": "b1 h4/2 q1 k40 d16 fp32 softcap=2.0 sink", "alibi": "b2 h4/2 q1 k20 d16 fp32 alibi(batch)"}
 
 MUTANTS = {  # name -> case, file, old, new, how often old occurs
     # where a key lies
@@ -98,6 +100,12 @@ MUTANTS = {  # name -> case, file, old, new, how often old occurs
     "scales of the page behind": ("pages", DECODE, "return tl.load(scales + ids * heads_k)", "return tl.load(scales + ids)", 1),
     "scales of small pages": ("small pages", DECODE, "tl.load(scales + ids * heads_k, mask", "tl.load(scales + ids, mask", 1),
     "values not scaled": ("pages", DECODE, "p *= scales_of(", "p *= 1.0 + 0.0 * scales_of(", 1),
+    "sink of another head": (
+        *("sink", COMBINE, "tl.load(sink_ptr + heads, mask=real, other=0.0)"),
+        *("tl.load(sink_ptr + heads * 0, mask=real, other=0.0)", 1),
+    ),
+    "no soft-cap": ("sink", DECODE, "scale_log2, cap, slopes_log2)", "scale_log2, None, slopes_log2)", 1),
+    "slopes of the first sequence": ("alibi", DECODE, "slopes_ptr + b64 * slope_stride", "slopes_ptr", 1),
     # what is written
     "new tokens lie late": ("append", APPEND, "- count + place", "- count + place + 1", 1),
     "turned the other way": ("append", APPEND, "tl.where(second, partner, -partner)", "tl.where(second, -partner, partner)", 1),
@@ -114,6 +122,9 @@ def noticed(case: str):
             return _append()
         if case == "merge":
             return _merge()
+        if case in SCORES:
+            report = testing.check(Problem.parse(SCORES[case]), plan="split_kv[16x16 w4 s1 x2]", backward=False)
+            return None if report.ok else str(report)
         text, lengths, kind, tile, page_scales = CASES[case]
         problem = PagedProblem.parse(text)
         given, flat, packed = paged.paged_operands(problem, lengths, kind, page_scales=page_scales)
@@ -159,5 +170,5 @@ def test_mutant_is_killed(name, tmp_path):
 
 
 def test_the_kernels_themselves_live():
-    for case in (*CASES, "append", "merge"):
+    for case in (*CASES, *SCORES, "append", "merge"):
         assert noticed(case) is None, case

@@ -29,6 +29,23 @@ def test_case(case):
     assert report.ok, str(report)
 
 
+SCORES = (
+    "b2 h4/2 q1 k48 d16 fp32 causal softcap=2.0 sink",
+    "b2 h4/2 q3 k45 d16 fp16 causal alibi sink",
+    "b2 h4/2 q3 k45 d16 fp32 window(9,1) softcap=1.5 alibi(batch)",
+    "b1 h2 q2 k0 d16 fp32 sink",
+    "b1 h2 q5 k3 d16 fp32 causal sink",  # queries that see no key
+)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("text", SCORES)
+def test_bent_scores(text, parts):
+    """A sink counts once, however many parts there are."""
+    report = testing.check(rowmax.Problem.parse(text), plan=f"split_kv[16x16 w4 s1 x{parts}]", backward=False)
+    assert report.ok, str(report)
+
+
 def test_gradients_are_those_of_the_portable_kernels():
     problem = rowmax.Problem.parse("b1 h4/2 q3 k40 d16 fp32 causal")
     assert testing.check(problem, plan="split_kv[16x16 w4 s2 x2]").ok

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from rowmax.kernels import launch
-from rowmax.kernels.launch import Call, _bounded, _padded, _strides
+from rowmax.kernels.launch import Call, _bounded, _cap, _padded, _strides
 from rowmax.kernels.triton.append import append_kernel
 from rowmax.kernels.triton.combine import combine_kernel
 from rowmax.kernels.triton.decode import decode_kernel
@@ -58,13 +58,21 @@ def part_elements(problem: Problem, tile: SplitTile) -> int:
 
 
 def calls(
-    problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, parts: Optional[torch.Tensor], early: bool = False
+    problem: Problem,
+    operands: PagedOperands,
+    tile: SplitTile,
+    out,
+    lse,
+    parts: Optional[torch.Tensor],
+    early: bool = False,
+    scores: tuple = (),
 ) -> tuple[Call, ...]:
     """The decode kernel and, where row tiles may have several parts, the combine kernel.
 
     Args:
         operands: of a dense problem with None for the block table and the lengths.
         parts: fp32 memory of `part_elements`, or None where that is 0.
+        scores: slopes and sink of a problem that is not plain.
         early: the combine kernel may begin before the decode kernel has ended (compute capability 9.0 and newer).
     """
     q, k, v, table, lengths, cu, k_scale, v_scale = operands
@@ -86,8 +94,10 @@ def calls(
     early = early and slots > 0
     sizes = (problem.batch, problem.heads_k, own_tiles, problem.len_q, problem.len_k)
     shape = (problem.group, problem.dim_qk, problem.dim_v, tile.block_m, tile.block_n, block_d, block_d2, block_dv)
+    none = (None,) * (2 - len(scores))  # a tensor costs the host time on every call, a constant none
     numbers: tuple = (
-        *(q_strides, _strides(k), _strides(v), o_strides, table.stride(0) if table is not None else 0),
+        *(*none, q_strides, _strides(k), _strides(v), o_strides, _cap(problem)),
+        *(problem.heads_q if problem.alibi == "batch" else 0, table.stride(0) if table is not None else 0),
         *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, page_size, parts_each, slots),
         *(part_rows(problem, tile), *shape),
         *(page_size if page_size <= LARGE_PAGE else -math.gcd(page_size, LARGE_PAGE), shared, several),
@@ -95,7 +105,7 @@ def calls(
         _by_page(k_scale, v_scale),
     )
     # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
-    tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale)
+    tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *scores)
     decode = Call(decode_kernel, programs, tensors, numbers, tile)
     if not slots:
         return (decode,)
@@ -103,12 +113,12 @@ def calls(
     piece = 1 if rows <= 16 else min(PIECE, max(WIDE // block_dv, 1))
     pieces = -(-rows // piece)
     numbers = (
-        *(o_strides, _bounded(problem), *sizes, parts_each, slots, rows, pieces),
+        *(*none[1:], o_strides, _bounded(problem), *sizes, parts_each, slots, rows, pieces),
         *(problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv),
         *(piece, least_turns(tile.block_n), batch_block, fixed, early),
     )
     warps = max(min(piece * block_dv // 512, 4), 1)
-    tensors = (out, lse, parts, lengths, cu)
+    tensors = (out, lse, parts, lengths, cu, *scores[1:])
     return decode, Call(combine_kernel, items * pieces, tensors, numbers, Tile(piece, 1, warps, 1), early)
 
 
@@ -129,21 +139,22 @@ def _first_columns(v: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def dense(problem: Problem, operands: Operands, tile: SplitTile, out, lse) -> Any:
-    """One call over dense keys; returns a function of `(q, k, v, out, lse, None, None)` that makes it again, on the current
-    device (None under the interpreter)."""
+    """One call over dense keys; returns a function of `(q, k, v, out, lse, None, None, *scores)` that makes it again, on the
+    current device (None under the interpreter)."""
     elements = part_elements(problem, tile)
 
     def memory(like):
         return like.new_empty(elements, dtype=torch.float32) if elements else None
 
     q, k, v = operands[:3]
-    again = run(problem, PagedOperands(q, k, v, None, None), tile, out, lse, memory(q))
+    scores = () if problem.plain else (operands.slopes, operands.sink)
+    again = run(problem, PagedOperands(q, k, v, None, None), tile, out, lse, memory(q), scores)
     if again is None:
         return None
 
-    def once_more(q, k, v, out, lse, _cu_q, _cu_k):
+    def once_more(q, k, v, out, lse, _cu_q, _cu_k, *scores):
         parts = memory(q)
-        again(*map(launch._address, (q, k, v, out, lse, parts, None, None, None, None, None)))
+        again(*map(launch._address, (q, k, v, out, lse, parts, None, None, None, None, None, *scores[:2])))
 
     return once_more
 
@@ -211,11 +222,11 @@ class Paged:
         return compute
 
 
-def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, parts) -> Any:
+def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, parts, scores: tuple = ()) -> Any:
     """Launch both kernels; returns a function of their addresses that does so again (None under the interpreter)."""
     device = operands.q.device
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    made = calls(problem, operands, tile, out, lse, parts, early)
+    made = calls(problem, operands, tile, out, lse, parts, early, scores)
     builds = [launch._launch(device, call) for call in made]
     if None in builds:
         return None
@@ -234,11 +245,11 @@ class _Again:
         if len(launches) > 1:
             self._combine, self._more = launches[1][0].enqueue, launches[1][1]
 
-    def __call__(self, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale) -> None:
+    def __call__(self, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *scores) -> None:
         stream = self._stream()
-        self._decode(stream, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *self._numbers)
+        self._decode(stream, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *scores, *self._numbers)
         if self._combine is not None:
-            self._combine(stream, out, lse, parts, lengths, cu, *self._more)
+            self._combine(stream, out, lse, parts, lengths, cu, *scores[1:], *self._more)
 
 
 def append_call(operands: AppendOperands, interleaved: bool) -> Call:

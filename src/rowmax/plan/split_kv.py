@@ -70,8 +70,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     paged = isinstance(problem, PagedProblem)
     if problem.packed and not paged:
         return "takes packed keys in pages only"
-    if not problem.plain:
-        return "computes plain scores only: no soft-cap, ALiBi, sink logits, bias or mask, and no dropout"
+    if problem.pairs or problem.dropout:
+        return "computes no bias, mask or dropout"
     if problem.dim_qk > MOST_DIM or problem.dim_v > MOST_DIM_V:
         return f"takes dims up to {MOST_DIM} of q and k and {MOST_DIM_V} of v, not {problem.dim_qk} and {problem.dim_v}"
     if isinstance(problem, PagedProblem) and problem.eight_bits and device.kind == "cuda" and device.capability < (8, 9):

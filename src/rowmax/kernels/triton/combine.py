@@ -8,13 +8,15 @@ Items with one part are already finished. Launched behind `decode.py` by `kernel
 import triton
 import triton.language as tl
 
-from rowmax.kernels.tile_ops import clamp, finish
+from rowmax.kernels.tile_ops import add_sink, clamp, finish
 from rowmax.kernels.triton.parts import find_item, find_slots, join, queries_of
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def combine_kernel(
-    o_ptr, lse_ptr, part_ptr, seqlens_k, cu_seqlens_q, o_strides,
+    o_ptr, lse_ptr, part_ptr, seqlens_k, cu_seqlens_q, sink_ptr, o_strides,
     band, batch, heads_k, tiles, len_q, len_k, parts, slots, part_rows, pieces,
     GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, EARLY: tl.constexpr,
@@ -52,9 +54,11 @@ def combine_kernel(
         m_j = tl.load(part_ptr + line, mask=real, other=float("-inf"))
         l_j = tl.load(part_ptr + line + behind, mask=real, other=0.0)
         acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
-    o, lse = finish(acc, m, l, 1.0)
     tokens = begin + row // GROUP
     heads = head * GROUP + row % GROUP
+    if sink_ptr is not None:
+        acc, m, l = add_sink(acc, m, l, tl.load(sink_ptr + heads, mask=real, other=0.0) * LOG2E)
+    o, lse = finish(acc, m, l, 1.0)
     b64 = tl.cast(b, tl.int64)
     batch_of_q = b64 if cu_seqlens_q is None else b64 * 0
     o_rows = batch_of_q * o_strides[0] + tokens.to(tl.int64) * o_strides[1] + heads.to(tl.int64) * o_strides[2]

@@ -10,8 +10,10 @@ Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding" (2023); the online softmax i
 import triton
 import triton.language as tl
 
-from rowmax.kernels.tile_ops import any_of, clamp, finish, guarded_dot, online_step, visible
+from rowmax.kernels.tile_ops import add_sink, any_of, bend, clamp, finish, guarded_dot, online_step, visible
 from rowmax.kernels.triton.parts import find_part, fixed_parts, join, key_span, keys_of, queries_of
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def load_rows(base, offsets, there, FIRST: tl.constexpr, DIM: tl.constexpr, COLS
 @triton.jit
 def _walk(
     acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2,
-    pages, page_size, k_scales, v_scales, heads_k,
+    pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +88,11 @@ def _walk(
         if k_scales is not None:
             s *= scales_of(k_scales, ids, there, heads_k, PAGE, BLOCK_N)
         seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
-        s = tl.where(seen, s * scale_log2, float("-inf"))
+        if cap is None and slopes_log2 is None:
+            s = s * scale_log2
+        else:
+            s, _ = bend(s, tokens[:, None], cols[None, :], shift, scale_log2, cap, slopes_log2)
+        s = tl.where(seen, s, float("-inf"))
         p, m, l, alpha = online_step(s, m, l, 1.0)
         if v_scales is not None:
             p *= scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N)
@@ -105,7 +111,7 @@ def _walk(
 @triton.jit
 def _part(
     q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2, pages,
-    page_size, k_scales, v_scales, heads_k,
+    page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, SEVERAL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -116,7 +122,7 @@ def _part(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, m, l = _walk(
         acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band,
-        scale_log2, pages, page_size, k_scales, v_scales, heads_k,
+        scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
         DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, False, STAGES,
     )  # fmt: skip
     if SEVERAL:
@@ -128,7 +134,7 @@ def _part(
             small: tl.constexpr = BLOCK_N // few
             acc, m, l = _walk(
                 acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
-                keys, shift, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k,
+                keys, shift, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
                 DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
             )  # fmt: skip
     return acc, m, l
@@ -143,7 +149,9 @@ def decode_kernel(
     part_ptr,  # fp32, acc [slots, part_rows, DIM_V], then m, then l [slots, part_rows]; None: every item has one part
     table_ptr, seqlens_k, cu_seqlens_q,  # [B, columns], [B], [B + 1]; None: dense
     k_scale_ptr, v_scale_ptr,  # fp32 [Hk], or [page, Hk]: what keys and values are to be multiplied by; None: nothing
+    slopes_ptr, sink_ptr,  # fp32 [Hq] or [B, Hq] of ALiBi; fp32 [Hq] of sinks; None: there are none
     q_strides, k_strides, v_strides, o_strides,  # (batch or page, row, head)
+    cap, slope_stride,  # as `tile_ops.bend` takes it, or None; between the sequences' slopes
     table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, page_size, parts, slots, part_rows,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
@@ -214,6 +222,9 @@ def decode_kernel(
         k_base += b64 * k_strides[0]
         v_base += b64 * v_strides[0]
 
+    slopes_log2 = None
+    if slopes_ptr is not None:
+        slopes_log2 = tl.load(slopes_ptr + b64 * slope_stride + heads, mask=real, other=0.0)[:, None] * LOG2E
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -223,14 +234,14 @@ def decode_kernel(
             high = tl.minimum((number + 1) * FIXED - start // BLOCK_N, turns)
             acc_j, m_j, l_j = _part(
                 q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-                keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k,
+                keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
                 DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
             )  # fmt: skip
             acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
     else:
         acc, m, l = _part(
             q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-            keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k,
+            keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
             DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
         )  # fmt: skip
     if not BY_PAGE:
@@ -247,6 +258,8 @@ def decode_kernel(
             tl.store(part_ptr + line, m, mask=kept)
             tl.store(part_ptr + line + tl.cast(slots, tl.int64) * part_rows, l, mask=kept)
             return
+    if sink_ptr is not None:  # once, where all keys have been seen
+        acc, m, l = add_sink(acc, m, l, tl.load(sink_ptr + heads, mask=real, other=0.0) * LOG2E)
     o, lse = finish(acc, m, l, 1.0)
     o_rows = batch_of_q * o_strides[0] + (begin + tokens).to(tl.int64) * o_strides[1] + heads.to(tl.int64) * o_strides[2]
     tl.store(
