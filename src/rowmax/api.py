@@ -33,7 +33,7 @@ def attention(
     seqlens_q: Optional[torch.Tensor] = None,
     seqlens_k: Optional[torch.Tensor] = None,
     leftpad_k: Optional[torch.Tensor] = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # 0.0 would be traced as a number that changes, and every first graph built twice
     seed: Union[None, int, torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -115,7 +115,7 @@ def attention_varlen(
     softcap: Optional[float] = None,
     alibi_slopes: Optional[torch.Tensor] = None,
     sink: Optional[torch.Tensor] = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     seed: Union[None, int, torch.Tensor] = None,
     return_lse: bool = False,
     deterministic: bool = False,
