@@ -208,6 +208,13 @@ HONEST = {
     "window left": ({}, {"window": (1, None)}),
     "window right": ({}, {"window": (None, 1)}),
     "scale": ({}, {"scale": 0.5}),
+    "bias": ({}, {"bias": torch.arange(7.0).view(1, 1, 1, 7)}),
+    "mask": ({}, {"mask": torch.arange(7).view(1, 1, 1, 7) > 0}),
+    "seqlens_k": ({}, {"seqlens_k": torch.tensor([7, 3])}),
+    "leftpad_k": ({}, {"leftpad_k": torch.tensor([0, 3])}),
+    "seqlens_q": ({}, {"seqlens_q": torch.tensor([5, 3])}),
+    "dropout_p": ({}, {"dropout_p": 0.5}),
+    "seed": ({"dropout_p": 0.5, "seed": 1}, {"dropout_p": 0.5, "seed": 2}),
 }
 
 
@@ -242,6 +249,13 @@ OPTIONS = st.fixed_dictionaries(
         "plan": st.one_of(st.none(), st.sampled_from(["aten", "tiled", "fast", "", "tiled[8x8]"])),
     },
 )
+PAIRS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("bias", "mask", "seqlens_q", "seqlens_k", "leftpad_k", "seed"), MAYBE_TENSORS),
+        "dropout_p": ANYTHING,
+    },
+)
 
 
 @st.composite
@@ -269,6 +283,12 @@ def test_fuzz_attention(q, k, v, options):
 @settings(max_examples=400, deadline=None)
 @given(nearly_right(), OPTIONS)
 def test_fuzz_nearly_right_attention(tensors, options):
+    survives(rowmax.attention, *tensors, **options)
+
+
+@settings(max_examples=200, deadline=None)
+@given(nearly_right(), PAIRS)
+def test_fuzz_what_is_given_beside(tensors, options):
     survives(rowmax.attention, *tensors, **options)
 
 
