@@ -107,6 +107,9 @@ def dense_decoding_is_right():
         "b2 h16/4 q16 k3001 d80 bf16 causal",
         "b2 h16/4 q9 k1500 d256 fp16 window(700,0)",
         "b2 h8/2 q3 k1000 d64 fp32 causal",
+        "b1 h32/8 q1 k8192 d128 bf16 softcap=50.0",
+        "b4 h64/8 q1 k4000 d64 bf16 causal sink",
+        "b2 h16/4 q3 k3001 d128 fp16 causal alibi",
     ):
         problem = Problem.parse(text)
         assert rowmax.plan(problem, rowmax.Device.of(torch.device("cuda"))).algorithm == "split_kv", text

@@ -475,8 +475,7 @@ def _by_row(query, key, value, ends, call) -> Tensor:
 
 
 def _one_token(query, key, value, ends, call) -> Tensor:
-    """One query a row over a cache `[B, H, T, D]`, whose keys are read where they lie, shared out among programs by the lengths
-    on the device. Rows that begin at their first key are pages; of padded ones each key of each head is."""
+    """One query a row over a cache `[B, H, T, D]`: whole rows are pages, of padded ones each key of each head is."""
     (batch, heads_k, len_k, dim), dim_v, lengths = key.shape, value.shape[3], ends[:, _ROW_COLUMNS].contiguous()
     if ends.shape[1] == _WHOLE_COLUMNS:
         pages, table = (key.transpose(1, 2), value.transpose(1, 2)), ends[:, _TOKEN_COLUMNS:]
