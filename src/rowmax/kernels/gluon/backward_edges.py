@@ -93,7 +93,7 @@ def finish_kernel(
                     head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(do_ptr, do_strides, b, begin_q, head),
                     dq_base, lse_ptr + own, delta_ptr + own, q_strides[1], k_strides[1], v_strides[1], do_strides[1],
                     dq_strides[1], row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale,
-                    None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    None, None, None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
     else:
         first = (pid - programs) * FLAGS
@@ -172,7 +172,8 @@ def _store_guarded_keys(
             load_tile(v_base, piece, v_strides[1], own_k, DIM_V, GUARD, BLOCK_DV, True),
             q_base, do_base, lse_ptr + own, delta_ptr + own, q_strides, do_strides, (zero, zero, zero, own_q), piece,
             line_length, own_q, own_k, own_k - own_q, band, scale * LOG2E,
-            None, None, None, None, None, None, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, True, 1,
+            None, None, None, None, None, None, None, None, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV,
+            True, True, True, True, 1,
         )  # fmt: skip
         dk_base = head_base(dk_ptr, dk_strides, b, begin_k, kv_head)
         dv_base = head_base(dv_ptr, dv_strides, b, begin_k, kv_head)

@@ -65,5 +65,5 @@ def _store_guarded_rows(
         head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(do_ptr, do_strides, b, begin_q, head),
         head_base(dq_ptr, dq_strides, b, begin_q, head), lse_ptr + own, delta_ptr + own, q_strides[1], k_strides[1],
         v_strides[1], do_strides[1], dq_strides[1], row, tl.minimum(row + SIZE, own_q) - 1, own_q, own_k, own_k - own_q, band,
-        scale, None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+        scale, None, None, None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
     )  # fmt: skip

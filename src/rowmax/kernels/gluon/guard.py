@@ -45,5 +45,5 @@ def guard_kernel(
                     head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(o_ptr, o_strides, b, begin_q, head),
                     None if lse_ptr is None else lse_ptr + line, q_strides[1], k_strides[1], v_strides[1], o_strides[1],
                     row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale_log2,
-                    None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    None, None, None, None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
