@@ -183,7 +183,7 @@ GIVE = "        give(share_ring, turn, SHARES)\n"
 DK = "        dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])\n"
 NEXT_S = "        s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)\n"
 DQ = "        dq = warpgroup_mma_wait(1, deps=[dq])\n"
-LAST = "        last_row, last_line = preceding(row, line, turn, BUILD)\n"
+LAST = "        last_row, last_line = _place_before(turn, line, ranges, BUILD)\n"
 ADD = "        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
 LAST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 BEFORE = "        wait_full(share_ring, before, SHARES)\n"
@@ -206,7 +206,7 @@ MUTANTS = {
         "b1 h1 q30 k200 d64 bf16 window(3,3)",
         WIDE,
     ),
-    "no wait for the first Q": (only("    wait_full(q_ring, row * 0, BUILD.STAGES, wanted)\n"), CAUSAL, PLAIN),
+    "no wait for the first Q": (only("    wait_full(q_ring, first_row * 0, BUILD.STAGES, wanted)\n"), CAUSAL, PLAIN),
     "no wait for the next Q": (only(NEXT_Q), LONG_64, WIDE),
     "Q of no turn awaited": (only(NEXT_Q, NEXT_Q.replace("turn + 1 < turns", "True")), CAUSAL_64, WIDE),
     "no wait for dO": (only("        wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, PLAIN),
@@ -255,12 +255,12 @@ MUTANTS = {
         PLAIN,
     ),
     "dQ before the first turn is added": (
-        only("gl.where(turn == 0, NOWHERE, before)", "gl.where(turn == 0, row, before)"),
+        only("gl.where(turn == 0, NOWHERE, row)", "gl.where(turn == 0, row - 64, row)"),
         CAUSAL,
         PLAIN,
     ),
     "dQ before the first turn is added before the first row": (
-        only("gl.where(turn == 0, NOWHERE, before)", "gl.where(turn == 0, -BUILD.BLOCK_M, before)"),
+        only("gl.where(turn == 0, NOWHERE, row)", "gl.where(turn == 0, -BUILD.BLOCK_M, row)"),
         CAUSAL,
         PLAIN,
     ),
@@ -325,15 +325,10 @@ MUTANTS = {
         WIDE,
         "spiky",
     ),
-    "the group's heads not counted": (only("gl.where(last, line - (BUILD.GROUP - 1), line + 1)", "line"), GROUPED, WIDE),
+    "the group's heads not counted": (only("BUILD.BLOCK_M, line + turn % BUILD.GROUP", "BUILD.BLOCK_M, line"), GROUPED, WIDE),
     "one head of a group": (only("BUILD.GROUP * tiles, 0)", "tiles, 0)"), GROUPED, WIDE),
-    "rows before the group's last head": (only("gl.where(last, row - BUILD.BLOCK_M, row)", "row - 64"), GROUPED_128, PLAIN),
-    "dQ of a group's next head": (
-        only("gl.where(first, line + (BUILD.GROUP - 1), line - 1)", "line"),
-        GROUPED_128,
-        PLAIN,
-    ),
-    "dQ of the rows of the group's next head": (only("gl.where(first, before, row)", "row"), GROUPED_128, PLAIN),
+    "rows before the group's last head": (only("row - turn // BUILD.GROUP *", "row - turn *"), GROUPED_128, PLAIN),
+    "dQ of a group's next head": (only("place_of(turn - 1, line", "place_of(turn, line"), GROUPED_128, PLAIN),
     "heads of another batch": (only("head % heads, head // heads", "head % heads, head * 0"), BATCHES, WIDE),
     "a group of heads counted twice": (
         only("group = tile // (tiles * members)", "group = tile // (tiles * members) * 0"),

@@ -151,24 +151,17 @@ def ranges_of(col, begin_q, len_q, len_k, band, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def following(row, line, BUILD: gl.constexpr):
-    """`(row, line)` of the next turn: the next head of the group, or the first of the query tile before."""
-    if BUILD.GROUP > 1:
-        last = line % BUILD.GROUP == BUILD.GROUP - 1
-        return gl.where(last, row - BUILD.BLOCK_M, row), gl.where(last, line - (BUILD.GROUP - 1), line + 1)
-    else:
-        return row - BUILD.BLOCK_M, line
+def place_of(turn, line, ranges, BUILD: gl.constexpr):
+    """`(row, line)` of a turn, for the first line of the group: all its heads, then the query tile before."""
+    _turns, row, _full, _full_end = ranges
+    return row - turn // BUILD.GROUP * BUILD.BLOCK_M, line + turn % BUILD.GROUP
 
 
 @gluon.jit
-def preceding(row, line, turn, BUILD: gl.constexpr):
+def _place_before(turn, line, ranges, BUILD: gl.constexpr):
     """Of the turn before; of the first turn, rows past the last of all."""
-    before = row + BUILD.BLOCK_M
-    if BUILD.GROUP > 1:
-        first = line % BUILD.GROUP == 0
-        before = gl.where(first, before, row)
-        line = gl.where(first, line + (BUILD.GROUP - 1), line - 1)
-    return gl.where(turn == 0, NOWHERE, before), gl.where(turn == 0, 0, line)
+    row, line = place_of(turn - 1, line, ranges, BUILD)
+    return gl.where(turn == 0, NOWHERE, row), gl.where(turn == 0, 0, line)
 
 
 @gluon.jit
@@ -180,16 +173,16 @@ def _note(notes, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
+def _producer(first_line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
     """Fetches K and V, and for every turn Q and dO with two numbers for each row."""
     q_source, do_source, k_source, v_source, lse_source, delta_source, _dq, _dk, _dv = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _dq, _shares = buffers
     q_ring, do_ring, k_ring, v_ring, _share_ring = rings
-    turns, row, _full, _full_end = ranges
+    turns, _row, _full, _full_end = ranges
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
     first_key = _note(notes, BEGIN_K) + _note(notes, COL)
-    member = head * BUILD.GROUP - line  # of a line, the head of Q
+    member = head * BUILD.GROUP - first_line  # of a line, the head of Q
     shift = _note(notes, SHIFT)  # of a row, its place in a line
     k_parts = (k_buffers, k_source, k_buffers, k_source)
     v_parts = (v_buffers, v_source, v_buffers, v_source)
@@ -201,12 +194,12 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
         for c in gl.static_range(BUILD.CONSUMERS):
             fill(k_ring, k_parts, b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)
         for turn in range(turns):
+            row, line = place_of(turn, first_line, ranges, BUILD)
             fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
             if turn == 0:
                 for c in gl.static_range(BUILD.CONSUMERS):
                     fill(v_ring, v_parts, b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)
             fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
-            row, line = following(row, line, BUILD)
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
@@ -287,7 +280,7 @@ def _consumer(
     _q, _do, _k, _v, _lse, _delta, dq_source, dk_source, dv_source = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares = buffers
     q_ring, do_ring, k_ring, v_ring, share_ring = rings
-    turns, row, full, full_end = ranges
+    turns, first_row, full, full_end = ranges
     dtype: gl.constexpr = q_buffers.dtype
     COLUMN: gl.constexpr = column_layout(score_layout(BUILD.BLOCK_M))
     dk = gl.zeros([KEYS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
@@ -296,10 +289,11 @@ def _consumer(
     for c in gl.static_range(BUILD.CONSUMERS):
         wait_full(k_ring, c, BUILD.CONSUMERS, wanted)
     wait_full(v_ring, CONSUMER, BUILD.CONSUMERS, wanted)
-    wait_full(q_ring, row * 0, BUILD.STAGES, wanted)
+    wait_full(q_ring, first_row * 0, BUILD.STAGES, wanted)
     k = k_buffers.index(CONSUMER).reshape([KEYS, BUILD.BLOCK_D])
     s = warpgroup_mma_wait(0, deps=[_scores(k, q_buffers.index(0).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D]), BUILD)])
     for turn in range(turns):
+        row, _line = place_of(turn, line, ranges, BUILD)
         i = buffer_of(turn, BUILD.STAGES)
         k = k_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_D])
         v = v_buffers.index(CONSUMER + _nothing(row)).reshape([KEYS, BUILD.BLOCK_DV])
@@ -325,15 +319,14 @@ def _consumer(
         release(q_ring, turn, BUILD.STAGES)
         s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
         dq = warpgroup_mma_wait(1, deps=[dq])
-        last_row, last_line = preceding(row, line, turn, BUILD)
+        last_row, last_line = _place_before(turn, line, ranges, BUILD)
         _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
         give(share_ring, turn, SHARES)
         s = warpgroup_mma_wait(0, deps=[s])
-        row, line = following(row, line, BUILD)
     if turns > 0:
         wait_full(share_ring, turns - 1, SHARES)
         dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turns - 1, CONSUMER, BUILD)])
-        last_row, last_line = preceding(row, line, turns, BUILD)
+        last_row, last_line = _place_before(turns, line, ranges, BUILD)
         _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
     meet(BUILD.CONSUMERS)  # nobody reads K any more: dK goes where it was
     dk_ptr, dv_ptr, suspect_ptr, heads = out

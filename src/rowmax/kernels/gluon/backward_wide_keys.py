@@ -47,8 +47,8 @@ from rowmax.kernels.gluon.backward import (
     _nothing,
     _scores,
     _store,
-    following,
     locate,
+    place_of,
     ranges_of,
 )
 from rowmax.kernels.gluon.layouts import (
@@ -110,16 +110,16 @@ class Build:
 
 
 @gluon.jit
-def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
+def _producer(first_line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
     """Fetches K and V, and for every turn Q and dO with two numbers for each row."""
     q_source, do_source, k_source, v_source, lse_source, delta_source, _dk, _dv = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _shares = buffers
     q_ring, do_ring, k_ring, v_ring, _share_ring = rings
-    turns, row, _full, _full_end = ranges
+    turns, _row, _full, _full_end = ranges
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
     first_key = _note(notes, BEGIN_K) + _note(notes, COL)
-    member = head * BUILD.GROUP - line  # of a line, the head of Q
+    member = head * BUILD.GROUP - first_line  # of a line, the head of Q
     shift = _note(notes, SHIFT)  # of a row, its place in a line
     q_parts = (q_buffers, q_source)
     do_parts = (do_buffers, do_source)
@@ -128,11 +128,11 @@ def _producer(line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr)
     if turns > 0:
         fill(k_ring, (k_buffers, k_source, k_buffers, k_source), b, first_key, head, 0, 1, 0, 1, 0)
         for turn in range(turns):
+            row, line = place_of(turn, first_line, ranges, BUILD)
             fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
             if turn == 0:
                 fill(v_ring, (v_buffers, v_source, v_buffers, v_source), b, first_key, head, 0, 1, 0, 1, 0)
             fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
-            row, line = following(row, line, BUILD)
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
@@ -150,17 +150,18 @@ def _from_own(p):
 
 
 @gluon.jit
-def _scores_of(buffers, tiles, row, turn, STAGES: gl.constexpr, BLOCK: gl.constexpr, BUILD: gl.constexpr):
+def _scores_of(buffers, tiles, place, turn, STAGES: gl.constexpr, BLOCK: gl.constexpr, BUILD: gl.constexpr):
     """`[keys, queries]` of K and Q, or of V and dO, of a turn: issued, not awaited."""
-    keys = buffers.index(_nothing(row)).reshape([KEYS, BLOCK])
+    keys = buffers.index(_nothing(place)).reshape([KEYS, BLOCK])
     return _scores(keys, tiles.index(buffer_of(turn, STAGES)).reshape([QUERIES, BLOCK]), BUILD)
 
 
 @gluon.jit
-def _weights(s, row, turn, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
+def _weights(s, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
     """P of a turn, given to the other warpgroup, and in 16 bits as the first factor of dV."""
     q_buffers, _do_buffers, _k_buffers, _v_buffers, lse_buffers, _delta_buffers, shares = buffers
     _turns, _row, full, full_end = ranges
+    row, _line = place_of(turn, line, ranges, BUILD)
     i = buffer_of(turn, BUILD.STAGES)
     lse = lse_buffers.index(i).reshape([QUERIES]).load(column_layout(score_layout(QUERIES)))
     p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
@@ -191,15 +192,14 @@ def _value_consumer(line, ranges, notes, band, scale_log2, out, sources, buffers
         wait_full(q_ring, row * 0, BUILD.STAGES)
         s = warpgroup_mma_wait(0, deps=[_scores_of(k_buffers, q_buffers, row, row * 0, BUILD.STAGES, BUILD.BLOCK_D, BUILD)])
         for turn in range(turns - 1):
-            p = _weights(s, row, turn, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+            p = _weights(s, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
             dv = _value_gradient(p, dv, turn, do_buffers, do_ring, BUILD)
             wait_full(q_ring, turn + 1, BUILD.STAGES)
-            s = _scores_of(k_buffers, q_buffers, row, turn + 1, BUILD.STAGES, BUILD.BLOCK_D, BUILD)
+            s = _scores_of(k_buffers, q_buffers, turn, turn + 1, BUILD.STAGES, BUILD.BLOCK_D, BUILD)
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(do_ring, turn, BUILD.STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
-            row, line = following(row, line, BUILD)
-        p = _weights(s, row, turns - 1, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+        p = _weights(s, turns - 1, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
         dv = warpgroup_mma_wait(0, deps=[_value_gradient(p, dv, turns - 1, do_buffers, do_ring, BUILD)])
     meet(2)  # nobody reads V any more: dV goes where it was
     _dk_ptr, dv_ptr, _suspect_ptr, heads = out
@@ -241,7 +241,7 @@ def _key_consumer(ranges, notes, scale_log2, out, sources, buffers, rings, BUILD
         for turn in range(turns - 1):
             dk = _key_gradient(dp, dk, turn, buffers, rings, BUILD)
             wait_full(do_ring, turn + 1, BUILD.STAGES)
-            dp = _scores_of(v_buffers, do_buffers, row, turn + 1, BUILD.STAGES, BUILD.BLOCK_DV, BUILD)
+            dp = _scores_of(v_buffers, do_buffers, turn, turn + 1, BUILD.STAGES, BUILD.BLOCK_DV, BUILD)
             dk = warpgroup_mma_wait(1, deps=[dk])
             release(q_ring, turn, BUILD.STAGES)
             dp = warpgroup_mma_wait(0, deps=[dp])
