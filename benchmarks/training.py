@@ -114,12 +114,12 @@ def main(arguments: "list[str] | None" = None) -> int:
 def make_step(options, attend, device):
     """A function that trains for one step and returns the loss; weights, tokens and their order are the same for everyone."""
     torch.manual_seed(0)
+    tokens = walk(options.tokens + 1)[None].to(device)
     with torch.device(device):
         model = Model(options, attend).to(torch.bfloat16)
         for weight in model.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=0.02)
-        tokens = walk(options.tokens + 1)[None].to(device)
         positions = torch.arange(options.tokens, dtype=torch.float32)
         dim = model.layers[0].dim
         angles = positions[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
