@@ -341,7 +341,7 @@ def test_precision_flags_are_put_back(monkeypatch):
         matmul.allow_tf32 = before
 
 
-# ---- soft-cap, ALiBi, sinks: the computations, which no operator of such a call reaches yet ---------------------------------
+# ---- soft-cap, ALiBi, sinks ----------------------------------------------------------------------------------------
 
 BENT = {
     "soft-cap": "b2 h4/2 q6 k9 d3 fp64 causal softcap=1.5",
@@ -389,6 +389,43 @@ def test_bent_scores(text):
     tensors = (*operands[:5], operands.slopes, operands.sink)
     through = torch.ops.rowmax.backward_scored([True, True, True, problem.sink], by[2], by[3], out, lse, *tensors, *numbers)
     close([a + b for a, b in zip(by[4:], through, strict=True)][: len(leaves)], wanted, "derivatives")
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("text", BENT.values(), ids=BENT)
+def test_bent_scores_by_the_public_calls(text, mixture):
+    """Of q, k, v; the sink stays."""
+    problem = Problem.parse(text)
+    operands = testing.operands(problem)
+    given = {"left": problem.band.left, "right": problem.band.right, "scale": problem.scale, "softcap": problem.softcap}
+    given |= {"slopes": operands.slopes, "sink": operands.sink}
+
+    def finite(out, lse):
+        return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+    def ours(q, k, v):
+        return finite(*testing.attend(problem, operands._replace(q=q, k=k, v=v)))
+
+    def definition(q, k, v):
+        if not problem.packed:
+            return finite(*reference.attention(q, k, v, **given))
+        return finite(*reference.attention_varlen(q, k, v, *operands[3:5], **given))
+
+    generator = torch.Generator().manual_seed(3)
+    direction = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in operands[:3])
+    results = mixture(ours, tuple(operands[:3]), direction)
+    close(results, mixture(definition, tuple(operands[:3]), direction), text)
+
+
+def test_a_sink_gets_its_gradients_of_second_order():
+    problem = Problem.parse("b1 h2 q4 k5 d3 fp64 causal softcap=1.5 sink")
+    operands = testing.operands(problem)
+    leaves = tuple(t.detach().clone().requires_grad_() for t in (*operands[:3], operands.sink))
+
+    def ours(q, k, v, sink):
+        return testing.attend(problem, operands._replace(q=q, k=k, v=v, sink=sink))
+
+    assert torch.autograd.gradgradcheck(ours, leaves, check_fwd_over_rev=True, fast_mode=True)
 
 
 def test_a_sink_of_minus_infinity_is_none():

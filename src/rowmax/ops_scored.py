@@ -134,37 +134,18 @@ class _Scored(torch.autograd.Function):
         return None, dq, dk, dv, None, None, None, dsink, *(None,) * len(ctx.call)
 
 
-class _FirstOrderOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        return _below_autograd(BACKWARD_SCORED, *arguments)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(
-            "double backward (second-order gradients) through rowmax attention is not implemented; "
-            "use rowmax.reference.attention, which autograd differentiates to any order."
-        )
-
-
 def _forward_autograd(*arguments):
     leaves = (*arguments[1:4], arguments[_TENSORS])
     if arguments[_TENSORS - 1] is not None and ops._requires_grad(arguments[_TENSORS - 1]):
         raise NotImplementedError("a gradient of ALiBi slopes is not implemented: pass alibi_slopes.detach().")
-    if ops.in_forward_mode() and any(t is not None and _has_tangent(t) for t in leaves):
-        raise NotImplementedError(
-            "forward-mode differentiation (jvp) through rowmax attention is not implemented; use rowmax.reference.attention."
-        )
+    if ops._transformed():
+        return ops.second().forward(ops.second().SCORED, *arguments)
     return _Scored.apply(*arguments) if ops._requires_grad(*leaves) else _below_autograd(FORWARD_SCORED, *arguments)
 
 
-def _has_tangent(t) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
-
-
 def _backward_autograd(*arguments):
-    if ops._requires_grad(*arguments[1:3], *arguments[5:8], arguments[5 + _TENSORS - 1]):
-        return _FirstOrderOnly.apply(*arguments)
+    if ops._requires_grad(*arguments[1:8], arguments[4 + _TENSORS]) or ops._transformed():
+        return ops.second().backward(ops.second().SCORED, *arguments)
     return _below_autograd(BACKWARD_SCORED, *arguments)
 
 
