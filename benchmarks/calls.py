@@ -48,8 +48,11 @@ def make_call(
     The backward is a whole `torch.autograd.grad` over one saved graph, as training runs it.
 
     Raises:
-        baselines.Refused: `who` does not run this problem here.
+        baselines.Refused: `who` does not run this problem here, or it is more than attention under a band: the operands,
+            the peers and the check are of that.
     """
+    if not problem.plain:
+        raise baselines.Refused(f"benchmarks time attention under a band alone, not '{problem}'")
     forward = baselines.build(who, problem, operands, plan=plan)
     if which == FORWARD:
 

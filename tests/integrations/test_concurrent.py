@@ -97,7 +97,7 @@ def test_what_stream_refuses():
 # ---- transformers' own -------------------------------------------------------------------------------------------------
 
 batching = pytest.importorskip("transformers.generation.continuous_batching")
-ours = pytest.importorskip("rowmax.integrations.continuous_batching")
+ours = pytest.importorskip("rowmax.integrations.continuous_batching", exc_type=ImportError)
 
 
 def batched(name: str, blocks: int) -> list[list[int]]:

@@ -11,12 +11,16 @@ loads functions of FlashAttention's interface, by `_lazy_imports`: for this one 
 A layer is called in one of two ways. Mixed batches come as packed queries, with the keys of each sequence gathered from its
 pages (`attention_varlen`). Batches of one token a sequence come with pages and a block table (`append_kv`, `attention_paged`):
 on CUDA, for models without windows. Outside of `generate_batch` the name does what "rowmax" does.
+
+Needs transformers 5.23. Older ones attend to pages by a function of their own, which leaves out windows and soft-caps that a
+layer is called with.
 """
 
 import functools
 from typing import Any, Optional
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
 
@@ -79,6 +83,12 @@ def attend_batch(
 
 
 def _register() -> None:
+    if "paged|sdpa" in AttentionInterface().valid_keys():
+        raise ImportError(
+            f"rowmax in continuous batching needs transformers 5.23 or newer, here is {transformers.__version__}: its paged "
+            'attention leaves out windows and soft-caps. `rowmax.integrations.concurrent.stream(model, prompts, tokens)` does '
+            "the same with any version."
+        )
     AttentionInterface.register(NAME, attend_batch)
     AttentionMaskInterface.register(NAME, make_mask)
     theirs = modeling_flash_attention_utils._lazy_imports
