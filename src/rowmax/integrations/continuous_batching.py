@@ -86,7 +86,7 @@ def _register() -> None:
     if "paged|sdpa" in AttentionInterface().valid_keys():
         raise ImportError(
             f"rowmax in continuous batching needs transformers 5.23 or newer, here is {transformers.__version__}: its paged "
-            'attention leaves out windows and soft-caps. `rowmax.integrations.concurrent.stream(model, prompts, tokens)` does '
+            "attention leaves out windows and soft-caps. `rowmax.integrations.concurrent.stream(model, prompts, tokens)` does "
             "the same with any version."
         )
     AttentionInterface.register(NAME, attend_batch)
