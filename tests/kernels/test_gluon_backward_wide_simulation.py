@@ -231,12 +231,12 @@ MUTANTS = {
     ),
     # products and numbers
     "P as if S were the next one's": (
-        only("_scores_of(k_buffers, q_buffers, row, turn + 1,", "_scores_of(k_buffers, q_buffers, row, turn,"),
+        only("_scores_of(k_buffers, q_buffers, turn, turn + 1,", "_scores_of(k_buffers, q_buffers, turn, turn,"),
         LONG,
         DOWN,
     ),
     "dP of this turn for the next": (
-        only("_scores_of(v_buffers, do_buffers, row, turn + 1,", "_scores_of(v_buffers, do_buffers, row, turn,"),
+        only("_scores_of(v_buffers, do_buffers, turn, turn + 1,", "_scores_of(v_buffers, do_buffers, turn, turn,"),
         LONG,
         DOWN,
     ),

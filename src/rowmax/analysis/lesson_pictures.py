@@ -36,7 +36,8 @@ def standalone(height: int, parts: Sequence[str]) -> str:
 def _inside(svg: str) -> tuple[int, str]:
     """Height and contents of the SVG in a piece of the page."""
     found = re.search(r'<svg [^>]*height="(\d+)"[^>]*>(.*)</svg>', svg, re.DOTALL)
-    assert found is not None
+    if found is None:
+        raise ValueError(f"no SVG with a height begins this piece of the page: {svg[:80]!r}")
     return int(found[1]), found[2].replace("/><", "/>\n<").replace("</text><", "</text>\n<")
 
 

@@ -13,7 +13,7 @@ import triton
 
 from rowmax.kernels import scratch
 from rowmax.kernels.direct import Launcher
-from rowmax.kernels.triton.backward import key_kernel, query_kernel, row_kernel
+from rowmax.kernels.triton.backward import key_kernel, one_query_key_kernel, query_kernel, row_kernel
 from rowmax.kernels.triton.forward import forward_kernel
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
@@ -389,7 +389,8 @@ def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log
         *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors, problem.alibi == "batch"),
     )
-    return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
+    kernel = one_query_key_kernel if problem.len_q == 1 else key_kernel
+    return Call(kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
 
 def _given(problem: Problem, operands: Operands) -> tuple:

@@ -323,7 +323,7 @@ def _walk_queries(
     return dk, dv, zero
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k"])  # of one token, as constants, they make ptxas 12.8 crash
+@triton.jit(do_not_specialize=["len_k"])  # for keys and queries of one token ptxas 12.8 crashes
 def key_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D] or [T, H, D]; do_ptr None: only the LSE has a gradient
     dk_ptr, dv_ptr, lse_ptr, delta_ptr,  # dk as k, dv as v; of `row_kernel`, the LSE in base 2
@@ -458,3 +458,7 @@ def key_kernel(
                 store_tile(dk_base, dk_piece * scale, piece, dk_strides[1], len_k, DIM, GUARD, BLOCK_D)
             if WANT_DV:
                 store_tile(dv_base, dv_piece, piece, dv_strides[1], len_k, DIM_V, GUARD, BLOCK_DV)
+
+
+# One query in a group, as a constant, makes ptxas 12.8 crash too. More queries: it knows of multiples of 16, and saves registers.
+one_query_key_kernel = triton.jit(key_kernel.fn, do_not_specialize=["len_q", "len_k"])
