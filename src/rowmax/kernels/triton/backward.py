@@ -460,5 +460,5 @@ def key_kernel(
                 store_tile(dv_base, dv_piece, piece, dv_strides[1], len_k, DIM_V, GUARD, BLOCK_DV)
 
 
-# One query in a group, as a constant, makes ptxas 12.8 crash too. More queries: it knows of multiples of 16, and saves registers.
+# One query in a group, as a constant, makes ptxas 12.8 crash too. That 16 divides a number of queries saves registers.
 one_query_key_kernel = triton.jit(key_kernel.fn, do_not_specialize=["len_q", "len_k"])
