@@ -114,17 +114,55 @@ def _forward(need_lse, *call):
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-def _backward(needs, grad_out, grad_lse, out, lse, *call):
-    problem, operands = _describe(*call)
-    q, k, v = operands[:3]
+def _backward(*arguments):
+    return run_backward(_describe, 5, *arguments)
+
+
+def run_forward(describe, tensors, need_lse, *call):
+    """`(out, lse)` of a call of which so many `tensors` come first: of `ops_scored` and `ops_masked`."""
+    # As `launch_of`; the number of tensors keeps the forms of all apart.
+    kept = _kept_lengths(*call[3:5])
+    form = (need_lse, call[tensors:], *(None if t is None else _form(t) for t in call[:tensors])) if kept else None
+    launch = _launches.get(form) if kept else None
+    operands = Operands(*call[:tensors])
+    if launch is None:
+        problem, operands = describe(*call)
+        chosen = _planned(problem, operands, "forward", call[tensors + 6])
+        if chosen.algorithm in ON_CPU:
+            with _own_precision():
+                return cpu.forward(problem, operands, chosen, need_lse)
+        launch = kernels().Forward(problem, chosen, need_lse)
+        if kept and all(t is None or t.is_contiguous() for t in call[5:7]):  # slopes and sink, which `describe` would copy
+            if len(_launches) >= MOST:
+                _launches.clear()
+            _launches[form] = launch
+    out, lse = launch(*operands)
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def run_backward(describe, tensors, needs, grad_out, grad_lse, out, lse, *call):
+    """Gradients of a call of which so many `tensors` come first."""
+    problem, operands = describe(*call)
     if grad_out is not None and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    rows_aligned = q.is_cpu or aligned(q, k, v, grad_out)
-    chosen = plan(problem, Device.of(q), direction="backward", prefer=call[-1], aligned=rows_aligned)
+    chosen = _planned(problem, operands, "backward", call[tensors + 6], grad_out)
     if chosen.algorithm not in ON_CPU:
-        return kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
+        return tuple(kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen))
     with _own_precision():
         return cpu.backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
+
+
+def fake_forward(describe, need_lse, *call):
+    """Tensors like those of a forward, without values."""
+    problem, operands = describe(*call)
+    out_shape, lse_shape = problem.outputs()
+    return operands.q.new_empty(out_shape), operands.q.new_empty(lse_shape if need_lse else (0,), dtype=problem.lse_dtype)
+
+
+def _planned(problem, operands, direction, prefer, *more):
+    q, k, v = operands[:3]
+    rows_aligned = q.is_cpu or aligned(q, k, v, *more)
+    return plan(problem, Device.of(q), direction=direction, prefer=prefer, aligned=rows_aligned)
 
 
 def _own_precision():
@@ -149,10 +187,8 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("rowmax::forward", lib=_LIBRARY)
-def _forward_fake(need_lse, *call):
-    problem, operands = _describe(*call)
-    out_shape, lse_shape = problem.outputs()
-    return operands.q.new_empty(out_shape), operands.q.new_empty(lse_shape if need_lse else (0,), dtype=problem.lse_dtype)
+def _forward_fake(*arguments):
+    return fake_forward(_describe, *arguments)
 
 
 @torch.library.register_fake("rowmax::backward", lib=_LIBRARY)
@@ -164,6 +200,11 @@ def _backward_fake(needs, grad_out, grad_lse, out, lse, *call):
 # ---- autograd ------------------------------------------------------------------------------------------------------
 # A kernel of our own under the Autograd key instead of `torch.library.register_autograd`, whose wrapper costs an eager call
 # without gradients 20 us more (H200 host, torch 2.11).
+
+
+def below_autograd(operator, *arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
 
 
 def forward_below_autograd(*arguments):

@@ -5,13 +5,13 @@ Apart, as `ops_scored` is, so that other calls pay nothing for them. The bias an
 dropout is a tensor, so that a graph may be replayed with another.
 """
 
+from functools import partial
+
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from rowmax import ops
-from rowmax.device import Device
-from rowmax.plan import plan
-from rowmax.problem import Operands, Problem, aligned
+from rowmax.problem import Operands, Problem
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? slopes, Tensor? sink, Tensor? bias, "
@@ -49,54 +49,14 @@ def _describe(*call):
     return problem, operands
 
 
-def _planned(problem, operands, direction, call, *more):
-    q, k, v = operands[:3]
-    rows_aligned = q.is_cpu or aligned(q, k, v, *more)
-    return plan(problem, Device.of(q), direction=direction, prefer=call[_TENSORS + 6], aligned=rows_aligned)
-
-
-def _forward(need_lse, *call):
-    # As `ops.launch_of`; the number of tensors keeps the forms of both apart.
-    kept = ops._kept_lengths(*call[3:5])
-    form = (need_lse, call[_TENSORS:], *(None if t is None else ops._form(t) for t in call[:_TENSORS])) if kept else None
-    launch = ops._launches.get(form) if kept else None
-    operands = Operands(*call[:_TENSORS])
-    if launch is None:
-        problem, operands = _describe(*call)
-        chosen = _planned(problem, operands, "forward", call)
-        if chosen.algorithm in ops.ON_CPU:
-            with ops._own_precision():
-                return ops.cpu.forward(problem, operands, chosen, need_lse)
-        launch = ops.kernels().Forward(problem, chosen, need_lse)
-        if kept and all(t is None or t.is_contiguous() for t in call[5:_BIAS]):
-            if len(ops._launches) >= ops.MOST:
-                ops._launches.clear()
-            ops._launches[form] = launch
-    out, lse = launch(*operands)
-    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-def _backward(needs, grad_out, grad_lse, out, lse, *call):
-    problem, operands = _describe(*call)
-    if grad_out is not None and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    chosen = _planned(problem, operands, "backward", call, grad_out)
-    if chosen.algorithm not in ops.ON_CPU:
-        return tuple(ops.kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen))
-    with ops._own_precision():
-        return ops.cpu.backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
-
-
 for _key in ("CPU", "CUDA"):
-    ops._LIBRARY.impl("forward_masked", _forward, _key)
-    ops._LIBRARY.impl("backward_masked", _backward, _key)
+    ops._LIBRARY.impl("forward_masked", partial(ops.run_forward, _describe, _TENSORS), _key)
+    ops._LIBRARY.impl("backward_masked", partial(ops.run_backward, _describe, _TENSORS), _key)
 
 
 @torch.library.register_fake("rowmax::forward_masked", lib=ops._LIBRARY)
-def _forward_fake(need_lse, *call):
-    problem, operands = _describe(*call)
-    out_shape, lse_shape = problem.outputs()
-    return operands.q.new_empty(out_shape), operands.q.new_empty(lse_shape if need_lse else (0,), dtype=problem.lse_dtype)
+def _forward_fake(*arguments):
+    return ops.fake_forward(_describe, *arguments)
 
 
 @torch.library.register_fake("rowmax::backward_masked", lib=ops._LIBRARY)
@@ -114,11 +74,6 @@ def _backward_fake(needs, grad_out, grad_lse, out, lse, *call):
 # ---- autograd ------------------------------------------------------------------------------------------------------
 
 
-def _below_autograd(operator, *arguments):
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*arguments)
-
-
 class _Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, need_lse, *call):
@@ -126,7 +81,7 @@ class _Masked(torch.autograd.Function):
             raise RuntimeError(
                 "rowmax::forward_masked: the backward needs the LSE; pass need_lse=True when inputs require grad."
             )
-        out, lse = _below_autograd(FORWARD_MASKED, need_lse, *call)
+        out, lse = ops.below_autograd(FORWARD_MASKED, need_lse, *call)
         ctx.save_for_backward(*call[:_TENSORS], out, lse)
         ctx.call = call[_TENSORS:]
         ctx.set_materialize_grads(False)
@@ -147,7 +102,7 @@ class _Masked(torch.autograd.Function):
 class _FirstOrderOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        return _below_autograd(BACKWARD_MASKED, *arguments)
+        return ops.below_autograd(BACKWARD_MASKED, *arguments)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -166,7 +121,7 @@ def _forward_autograd(*arguments):
             "forward-mode differentiation (jvp) through rowmax attention with a bias, a mask or dropout is not implemented; "
             "use rowmax.reference.attention."
         )
-    return _Masked.apply(*arguments) if ops._requires_grad(*leaves) else _below_autograd(FORWARD_MASKED, *arguments)
+    return _Masked.apply(*arguments) if ops._requires_grad(*leaves) else ops.below_autograd(FORWARD_MASKED, *arguments)
 
 
 def _has_tangent(t) -> bool:
@@ -177,7 +132,7 @@ def _backward_autograd(*arguments):
     given, call = arguments[1:3], arguments[5:]
     if ops._requires_grad(*given, *call[:3], *call[_SINK : _BIAS + 1]):
         return _FirstOrderOnly.apply(*arguments)
-    return _below_autograd(BACKWARD_MASKED, *arguments)
+    return ops.below_autograd(BACKWARD_MASKED, *arguments)
 
 
 ops._LIBRARY.impl("forward_masked", _forward_autograd, "Autograd")

@@ -4,13 +4,13 @@ Apart from `rowmax::forward` and `rowmax::backward`, so that a call without thes
 more arguments. What both have in common is in `ops`. The sink is differentiable; the slopes are constants.
 """
 
+from functools import partial
+
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from rowmax import ops
-from rowmax.device import Device
-from rowmax.plan import plan
-from rowmax.problem import Operands, Problem, aligned
+from rowmax.problem import Operands, Problem
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? slopes, Tensor? sink, "
@@ -45,54 +45,14 @@ def _describe(*call):
     return problem, operands
 
 
-def _planned(problem, operands, direction, call, *more):
-    q, k, v = operands[:3]
-    rows_aligned = q.is_cpu or aligned(q, k, v, *more)
-    return plan(problem, Device.of(q), direction=direction, prefer=call[_TENSORS + 6], aligned=rows_aligned)
-
-
-def _forward(need_lse, *call):
-    # As `ops.launch_of`; the number of tensors keeps the forms of both apart.
-    kept = ops._kept_lengths(*call[3:5])
-    form = (need_lse, call[_TENSORS:], *(None if t is None else ops._form(t) for t in call[:_TENSORS])) if kept else None
-    launch = ops._launches.get(form) if kept else None
-    problem, operands, chosen = None, Operands(*call[:_TENSORS]), None
-    if launch is None:
-        problem, operands = _describe(*call)
-        chosen = _planned(problem, operands, "forward", call)
-        if chosen.algorithm in ops.ON_CPU:
-            with ops._own_precision():
-                return ops.cpu.forward(problem, operands, chosen, need_lse)
-        launch = ops.kernels().Forward(problem, chosen, need_lse)
-        if kept and all(t is None or t.is_contiguous() for t in call[5:_TENSORS]):
-            if len(ops._launches) >= ops.MOST:
-                ops._launches.clear()
-            ops._launches[form] = launch
-    out, lse = launch(*operands)
-    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-def _backward(needs, grad_out, grad_lse, out, lse, *call):
-    problem, operands = _describe(*call)
-    if grad_out is not None and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    chosen = _planned(problem, operands, "backward", call, grad_out)
-    if chosen.algorithm not in ops.ON_CPU:
-        return ops.kernels().backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
-    with ops._own_precision():
-        return ops.cpu.backward(problem, operands, out, lse, grad_out, grad_lse, needs, chosen)
-
-
 for _key in ("CPU", "CUDA"):
-    ops._LIBRARY.impl("forward_scored", _forward, _key)
-    ops._LIBRARY.impl("backward_scored", _backward, _key)
+    ops._LIBRARY.impl("forward_scored", partial(ops.run_forward, _describe, _TENSORS), _key)
+    ops._LIBRARY.impl("backward_scored", partial(ops.run_backward, _describe, _TENSORS), _key)
 
 
 @torch.library.register_fake("rowmax::forward_scored", lib=ops._LIBRARY)
-def _forward_fake(need_lse, *call):
-    problem, operands = _describe(*call)
-    out_shape, lse_shape = problem.outputs()
-    return operands.q.new_empty(out_shape), operands.q.new_empty(lse_shape if need_lse else (0,), dtype=problem.lse_dtype)
+def _forward_fake(*arguments):
+    return ops.fake_forward(_describe, *arguments)
 
 
 @torch.library.register_fake("rowmax::backward_scored", lib=ops._LIBRARY)
@@ -105,11 +65,6 @@ def _backward_fake(needs, grad_out, grad_lse, out, lse, *call):
 # ---- autograd ------------------------------------------------------------------------------------------------------
 
 
-def _below_autograd(operator, *arguments):
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*arguments)
-
-
 class _Scored(torch.autograd.Function):
     @staticmethod
     def forward(ctx, need_lse, *call):
@@ -117,7 +72,7 @@ class _Scored(torch.autograd.Function):
             raise RuntimeError(
                 "rowmax::forward_scored: the backward needs the LSE; pass need_lse=True when inputs require grad."
             )
-        out, lse = _below_autograd(FORWARD_SCORED, need_lse, *call)
+        out, lse = ops.below_autograd(FORWARD_SCORED, need_lse, *call)
         ctx.save_for_backward(*call[:_TENSORS], out, lse)
         ctx.call = call[_TENSORS:]
         ctx.set_materialize_grads(False)
@@ -140,13 +95,13 @@ def _forward_autograd(*arguments):
         raise NotImplementedError("a gradient of ALiBi slopes is not implemented: pass alibi_slopes.detach().")
     if ops._transformed():
         return ops.second().forward(ops.second().SCORED, *arguments)
-    return _Scored.apply(*arguments) if ops._requires_grad(*leaves) else _below_autograd(FORWARD_SCORED, *arguments)
+    return _Scored.apply(*arguments) if ops._requires_grad(*leaves) else ops.below_autograd(FORWARD_SCORED, *arguments)
 
 
 def _backward_autograd(*arguments):
     if ops._requires_grad(*arguments[1:8], arguments[4 + _TENSORS]) or ops._transformed():
         return ops.second().backward(ops.second().SCORED, *arguments)
-    return _below_autograd(BACKWARD_SCORED, *arguments)
+    return ops.below_autograd(BACKWARD_SCORED, *arguments)
 
 
 ops._LIBRARY.impl("forward_scored", _forward_autograd, "Autograd")
