@@ -31,6 +31,7 @@ import timing
 from calls import compile_ahead, device_of
 from rowmax import Device, Plan, Unsupported, plan
 from rowmax.analysis import workers
+from rowmax.analysis.cost import flops_of
 from rowmax.analysis.predict import Prediction, predict
 from rowmax.problem import Problem
 from shapes import FORWARD, lengths
@@ -41,7 +42,9 @@ GENERATIONS = ("kv_outer", "dense", "q_outer", *WARPS, "hopper")
 ASKED = {1: 20.0, 128: 1.9}  # heads -> how many times as fast FlashAttention-2 is to be
 RATIO_OFF = 0.25  # that the model may be off
 DENSE_BYTES = 60e9  # of S and P: more are not tried
-LONGEST_S, LARGEST_BYTES = 0.02, 4e9  # of a drawn problem, by the model; and of its tensors
+# Of a drawn problem: FLOPs and bytes of tensors; scores in memory; and tile products one after another under FlashAttention-1's
+# loop order, about 2 us each. The model has no say in what is drawn.
+MOST_FLOPS, LARGEST_BYTES, DRAWN_SCORES, MOST_TURNS = 4e12, 4e9, 20e9, 30_000
 
 
 def generation_jobs(device: Device) -> list[tuple[Problem, list[str]]]:
@@ -65,22 +68,25 @@ def _runs(problem: Problem, device: Device, name: str) -> bool:
 
 
 def draw(seed: int, number: int, device: Device) -> list[tuple[Problem, list[str]]]:
-    """The first `number` problems of a seed that are neither too long nor too large, with the plans to time."""
+    """The first `number` problems of a seed that are neither too long nor too large, with the plans to time: the one that runs,
+    `q_outer`, and the older generations where they end soon."""
     rnd, found = random.Random(seed), []
     while len(found) < number:
         problem = _one(rnd)
-        tokens = (problem.len_q * 2 * problem.heads_q + problem.len_k * 2 * problem.heads_k) * (
-            1 if problem.packed else problem.batch
-        )
-        if tokens * problem.dim_qk * 2 > LARGEST_BYTES:
+        sequences = 1 if problem.packed else problem.batch
+        tokens = sequences * (problem.len_q * 2 * problem.heads_q + problem.len_k * 2 * problem.heads_k)
+        if tokens * problem.dim_qk * 2 > LARGEST_BYTES or flops_of(problem, FORWARD) > MOST_FLOPS:
             continue
-        plans = []
-        for name in dict.fromkeys((plan(problem, device).algorithm, "q_outer")):
-            if predict(problem, device, name, lengths=lengths_of(problem)).seconds <= LONGEST_S:
-                plans.append(name)
-        if plans:
-            found.append((problem, plans))
+        older = [name for name in ("kv_outer", "dense") if _soon(problem, name) and _runs(problem, device, name)]
+        found.append((problem, list(dict.fromkeys((plan(problem, device).algorithm, "q_outer", *older)))))
     return found
+
+
+def _soon(problem: Problem, name: str) -> bool:
+    heads = problem.batch * problem.heads_q
+    if name == "dense":
+        return 6 * heads * problem.len_q * problem.len_k <= DRAWN_SCORES
+    return -(-problem.len_q // 64) * -(-problem.len_k // 128) * -(-heads // 132) <= MOST_TURNS
 
 
 def _one(rnd: random.Random) -> Problem:
