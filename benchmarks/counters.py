@@ -289,7 +289,7 @@ def main(arguments: "list[str] | None" = None) -> int:
     facts = record.machine(device)
     wanted = [
         {"problem": str(problem), "who": "rowmax", "which": FORWARD, "plan": plan, "device": str(device)}
-        for problem, plans in generations._builds([(Problem.parse(job.problem), [job.plan]) for job in jobs])
+        for problem, plans in generations._builds([(Problem.parse(job.problem), [job.plan]) for job in jobs], here)
         for plan in plans
     ]
     workers.run_all(compile_ahead, wanted, workers=16, job_seconds=60, total_seconds=0.4 * options.time_limit)

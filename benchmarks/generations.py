@@ -212,7 +212,7 @@ def main(arguments: "list[str] | None" = None) -> int:
     jobs = [*generation_jobs(here), *draw(options.seed, options.draw, here)]
     wanted = [
         {"problem": str(problem), "who": "rowmax", "which": FORWARD, "plan": name, "device": str(device)}
-        for problem, plans in _builds(jobs)
+        for problem, plans in _builds(jobs, here)
         for name in plans
     ]
     outcomes = workers.run_all(
@@ -227,7 +227,7 @@ def main(arguments: "list[str] | None" = None) -> int:
         if time.monotonic() - started > options.time_limit:
             print(f"time limit: {len(jobs)} problems, timed until '{problem}'", file=sys.stderr)
             break
-        group = argparse.Namespace(seed=options.seed, plan=plans, seconds=options.seconds)
+        group = argparse.Namespace(seed=options.seed, plan=plans, seconds=options.seconds, spin=True)
         found, failed = run.time_group(problem, FORWARD, ["rowmax"], device, group, facts, peak)
         rows += found
         failures += failed
@@ -237,17 +237,21 @@ def main(arguments: "list[str] | None" = None) -> int:
     return 1 if failures else 0
 
 
-def _builds(jobs: list[tuple[Problem, list[str]]]) -> list[tuple[Problem, list[str]]]:
-    """One small problem of each form that is compiled: lengths, batches and windows are run-time numbers of the kernels."""
+def _builds(jobs: list[tuple[Problem, list[str]]], device: Device) -> list[tuple[Problem, list[str]]]:
+    """One small problem of each build: lengths, batches and windows are run-time numbers of the kernels, tiles are not."""
     found: dict = {}
     for problem, plans in jobs:
         banded = tuple(side is not None for side in problem.band)
-        form = (problem.dim_qk, problem.dtype, banded, problem.packed, problem.group, problem.len_q == 1, problem.len_q < 400)
-        small = found.setdefault(form, [problem, []])
-        if problem.heads_q * problem.batch * problem.len_k < small[0].heads_q * small[0].batch * small[0].len_k:
-            small[0] = problem
-        small[1] += [name for name in plans if name not in small[1]]
+        form = (problem.dim_qk, problem.dtype, banded, problem.packed, problem.group, problem.len_q == 1)
+        for name in plans:
+            smallest = found.setdefault((*form, str(plan(problem, device, prefer=name))), [problem, [name]])
+            if _size(problem) < _size(smallest[0]):
+                smallest[0] = problem
     return [(problem, plans) for problem, plans in found.values()]
+
+
+def _size(problem: Problem) -> int:
+    return problem.heads_q * problem.batch * problem.len_k
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -98,7 +98,8 @@ def time_group(problem: Problem, which: str, who: list[str], device, options, fa
         del results
     if not calls:
         return [], failures
-    times, last = timing.samples_ms(calls, device, options.seconds or SECONDS[device.type])
+    seconds, spin = options.seconds or SECONDS[device.type], getattr(options, "spin", False)
+    times, last = timing.samples_ms(calls, device, seconds, spin=spin)
     rows = []
     for name, plan in calls:
         row = _row(problem, which, name, plan, times[name, plan], device, facts)

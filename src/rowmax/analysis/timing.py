@@ -13,20 +13,30 @@ from torch.utils.benchmark import Timer
 Calls = Mapping[Any, Callable[[], Any]]
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 (50 to 126 MB)
 HEAD_START = 32  # flushes, about 2 ms, queued ahead so that the host stays in front of the device
+SPIN_CYCLES = 500_000  # about 300 us: the host needs up to 100 for a call that was not made before
 MIN_ROUNDS, MAX_ROUNDS = 5, 100
 
 
-def samples_ms(calls: Calls, device: torch.device, seconds: float) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
-    """`(times of each call in ms, what each call returned last)`, within about `seconds` for all together."""
-    return _cuda(calls, seconds, device) if device.type == "cuda" else _cpu(calls, seconds)
+def samples_ms(
+    calls: Calls, device: torch.device, seconds: float, *, spin: bool = False
+) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
+    """`(times of each call in ms, what each call returned last)`, within about `seconds` for all together.
+
+    Args:
+        spin: let a GPU spin before each call for so long that the host has queued all of it: the time is the GPU's alone, also
+            where the host takes longer to launch than the kernels to run.
+    """
+    return _cuda(calls, seconds, device, spin) if device.type == "cuda" else _cpu(calls, seconds)
 
 
-def _cuda(calls: Calls, seconds: float, device: torch.device):
+def _cuda(calls: Calls, seconds: float, device: torch.device, spin: bool):
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def once(call):
         # While the flush runs (60 us and more) the host queues the call behind it: no launch gap is timed.
         flush.zero_()
+        if spin:
+            torch.cuda._sleep(SPIN_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         result = call()
