@@ -238,11 +238,13 @@ def main(arguments: "list[str] | None" = None) -> int:
 
 
 def _builds(jobs: list[tuple[Problem, list[str]]], device: Device) -> list[tuple[Problem, list[str]]]:
-    """One small problem of each build: lengths, batches and windows are run-time numbers of the kernels, tiles are not."""
+    """One small problem of each build. Triton builds a kernel anew for numbers that are 1 and those that 16 divides."""
     found: dict = {}
     for problem, plans in jobs:
         banded = tuple(side is not None for side in problem.band)
-        form = (problem.dim_qk, problem.dtype, banded, problem.packed, problem.group, problem.len_q == 1)
+        numbers = (problem.batch, problem.heads_k, problem.heads_q, problem.len_q, problem.len_k)
+        kinds = tuple((number == 1, number % 16 == 0) for number in numbers)
+        form = (problem.dim_qk, problem.dtype, banded, problem.packed, problem.group, kinds)
         for name in plans:
             smallest = found.setdefault((*form, str(plan(problem, device, prefer=name))), [problem, [name]])
             if _size(problem) < _size(smallest[0]):
