@@ -54,7 +54,7 @@ def prepared(text, **options):
 
 @check
 def repeats_are_bitwise_equal():
-    """Twenty runs, forward and backward, while another stream keeps the memory busy: a race would show."""
+    """Fifty runs, forward and backward, while another stream keeps the memory busy: a race would show."""
     noise, other = torch.empty(2**26, device="cuda"), torch.cuda.Stream()
     for text in (
         "b4 h16/4 q1024 k1024 d64 bf16 causal deterministic",
@@ -64,7 +64,7 @@ def repeats_are_bitwise_equal():
     ):
         problem, operands, given = prepared(text)
         first = differentiate(problem, operands, *given)
-        for _ in range(20):
+        for _ in range(50):
             with torch.cuda.stream(other):
                 noise.add_(1.0)
             identical(differentiate(problem, operands, *given), first, f"a repeat of '{text}'")
