@@ -61,6 +61,8 @@ def repeats_are_bitwise_equal():
         "b8 h8 q3000 k3000 d128 bf16 packed causal deterministic",
         "b2 h8 q700 k900 d64 fp16 deterministic",
         "b2 h8/2 q1000 k900 d256 bf16 causal deterministic",
+        "b2 h4 q600 k700 d96 bf16 causal deterministic",
+        "b2 h4 q600 k700 d192/128 bf16 deterministic",
     ):
         problem, operands, given = prepared(text)
         first = differentiate(problem, operands, *given)

@@ -4,8 +4,8 @@
 
 A process first builds the kernels without the tool, several side by side; then each tool watches one process that runs all
 calls with the caching allocator off, so that what lies beside a tensor belongs to nobody. Every call is also checked against
-fp64. racecheck does not follow copies that the TMA unit makes behind mbarriers: what it says of the Gluon kernels is printed, and
-read with that in mind. Exit status 1 for any error of memcheck or a wrong result.
+fp64. racecheck does not follow copies that the TMA unit makes behind mbarriers: what it says of the Gluon kernels is printed,
+and read with that in mind. Exit status 1 for any error of memcheck or a wrong result.
 """
 
 import argparse
