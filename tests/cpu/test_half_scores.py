@@ -159,9 +159,9 @@ def test_spread(weights, expected):
 
 
 def test_values_far_above_the_others_are_noticed_in_any_head():
-    values = torch.randn(3, 2, 500, 16)
+    values = torch.randn(3, 2, 500, 16).bfloat16()
     assert half_scores.even(values)
-    assert half_scores.even(values * torch.tensor([1.0, 1e3, 0.0]).view(3, 1, 1, 1))
+    assert half_scores.even(values * torch.tensor([1.0, 1e3, 0.0]).bfloat16().view(3, 1, 1, 1))
     values[1, 0, 7, 3] = 30
     assert not half_scores.even(values)
     values[1, 0, 7, 3] = math.nan

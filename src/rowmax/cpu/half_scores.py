@@ -63,12 +63,13 @@ def _largest_norm(t) -> float:
 
 
 def even(values) -> bool:
-    """Is no element of values `[n, ..., D]` far above the others of its head? The error of a small weight shows where it meets
-    a large value. Normal numbers stay below 5 times their root mean square."""
-    dims = tuple(range(1, values.dim()))
+    """Is no element of bf16 values `[n, ..., D]` far above the others of its head? The error of a small weight shows where it
+    meets a large value. Normal numbers stay below 5 times their root mean square."""
+    # Bits without their sign order like the numbers, a NaN above all; torch's maximum norm takes 20 times as long. Both in two
+    # steps: a reduction over several strided dimensions takes 5 times as long.
     size = max(values[0].numel(), 1) if values.shape[0] else 1
-    most = torch.linalg.vector_norm(values, ord=math.inf, dim=dims, dtype=torch.float32)
-    mean = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32) / size**0.5
+    most = (values.view(torch.int16) & 0x7FFF).amax(-1).flatten(1).amax(1).view(values.dtype).float()
+    mean = torch.linalg.vector_norm(torch.linalg.vector_norm(values, dim=-1).flatten(1).float(), dim=1) / size**0.5
     return bool((most <= 6 * mean).all())
 
 
