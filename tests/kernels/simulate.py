@@ -25,7 +25,7 @@ from typing import Any, Optional
 
 import torch
 
-from rowmax.kernels import address, launch, tile_ops
+from rowmax.kernels import address, hopper_forward, launch, tile_ops
 from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
 
@@ -471,7 +471,7 @@ def forward(
     out_shape, lse_shape = problem.outputs()
     out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
     lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
-    *before, call, guard = launch.hopper_calls(problem, operands, tile, out, lse)
+    *before, call, guard = hopper_forward.hopper_calls(problem, operands, tile, out, lse)
     for order in before:
         launch._launch(out.device, order)
     arguments = [_argument(x, not problem.packed) for x in call.tensors] + list(call.numbers)

@@ -83,7 +83,7 @@ def main(library: str) -> None:
 def launched(fake, text: str, plan_text: str, runtime) -> dict:
     """What the driver sees of calls on three sets of tensors, directly and by Triton's own way."""
     from rowmax import Device, Problem, plan, testing
-    from rowmax.kernels import launch
+    from rowmax.kernels import hopper_forward, launch
 
     problem = Problem.parse(text)
     chosen = plan(problem, Device.named("H200"), prefer=plan_text)
@@ -99,7 +99,7 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
     memory = torch.zeros(10_000, dtype=torch.int32)
     tensors = (*given[2][:3], out, lse, *given[2][3:5])
     if "hopper" in plan_text:
-        *before, first, second = launch.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
+        *before, first, second = hopper_forward.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
         launches, order = forward._again._launches(memory, *tensors)
         flags, counter = memory[scratch.FLAGS_AT :], memory if first.tensors[9] is not None else None
         first = first._replace(tensors=(*first.tensors[:8], flags, counter, *first.tensors[10:12], order))

@@ -157,7 +157,7 @@ def main(*builds: str) -> None:
     import torch
 
     from rowmax import Device, Problem, plan
-    from rowmax.kernels import launch
+    from rowmax.kernels import hopper_forward
     from rowmax.plan.hopper import HopperTile, padded_dims
     from rowmax.problem import Operands
 
@@ -172,7 +172,7 @@ def main(*builds: str) -> None:
         k, v = (torch.empty(*lead, problem.heads_k, dim, dtype=problem.dtype) for dim in (problem.dim_qk, problem.dim_v))
         cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
         out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
-        calls = launch.hopper_calls(problem, Operands(q, k, v, cu, cu), tile, out, lse)
+        calls = hopper_forward.hopper_calls(problem, Operands(q, k, v, cu, cu), tile, out, lse)
         for name, call in zip(("forward", "guard"), calls[-2:], strict=True):
             said = {
                 "kernel": name,

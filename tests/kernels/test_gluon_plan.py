@@ -107,7 +107,7 @@ def test_its_backward_is_its_own_or_the_portable_one():
 @pytest.mark.parametrize("mask", ["", "causal", "window(9,3)", "causal packed"])
 def test_every_tile_of_the_plan_fits_the_chip(dims, mask):
     """Shared memory of the buffers, without the barriers; registers of all threads."""
-    from rowmax.kernels import launch
+    from rowmax.kernels import hopper_forward, launch
 
     pytest.importorskip("triton.experimental.gluon")
     problem = Problem.parse(f"b2 h4/2 q300 k300 d{dims} bf16 {mask}")
@@ -119,7 +119,7 @@ def test_every_tile_of_the_plan_fits_the_chip(dims, mask):
         for heads, dim in ((4, problem.dim_qk), (2, problem.dim_qk), (2, problem.dim_v), (4, problem.dim_v))
     )
     cu = torch.tensor([0, 100, 300], dtype=torch.int32) if problem.packed else None
-    *_, call, _ = launch.hopper_calls(problem, launch.Operands(q, k, v, cu, cu), tile, out, None)
+    *_, call, _ = hopper_forward.hopper_calls(problem, launch.Operands(q, k, v, cu, cu), tile, out, None)
     build = call.numbers[-1]
     registers = (
         build.REGISTERS.value * 128 * tile.consumers + build.PRODUCER_REGISTERS.value * 128

@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the kernel runs in Triton's interpreter", allow_module_level=True)
 
-from rowmax.kernels import launch
+from rowmax.kernels import hopper_forward, launch
 from rowmax.kernels.gluon.order import MOST
 from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
@@ -21,7 +21,9 @@ def ordered(lengths_q, lengths_k, tile="128x64 s2 q1 static") -> tuple[list[int]
     total_q, total_k = int(cu_q[-1]), int(cu_k[-1])
     problem = Problem.parse(f"b{len(lengths_q)} h1 q{total_q} k{total_k} d64 bf16 packed")
     q, k = torch.empty(total_q, 1, 64, dtype=torch.bfloat16), torch.empty(total_k, 1, 64, dtype=torch.bfloat16)
-    order, *_ = launch.hopper_calls(problem, Operands(q, k, k, cu_q, cu_k), HopperTile.parse(tile), torch.empty_like(q), None)
+    order, *_ = hopper_forward.hopper_calls(
+        problem, Operands(q, k, k, cu_q, cu_k), HopperTile.parse(tile), torch.empty_like(q), None
+    )
     launch._launch(q.device, order)
     found, batch = order.tensors[-1].tolist(), len(lengths_q)
     return found[:batch], found[batch:]

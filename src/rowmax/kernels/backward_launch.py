@@ -4,16 +4,8 @@ from typing import Any, Optional
 
 import torch
 
-from rowmax.kernels.launch import (
-    GUARDED_FLAGS,
-    Call,
-    _bounded,
-    _descriptor,
-    _padded,
-    _programs,
-    _row_tiles,
-    _strides,
-)
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor
+from rowmax.kernels.launch import Call, _bounded, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, misfit, padded_dims
 from rowmax.plan.tile import Tile

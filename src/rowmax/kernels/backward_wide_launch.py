@@ -5,7 +5,8 @@ from typing import Optional
 import torch
 
 from rowmax.kernels.backward_launch import MADE, _line_descriptor, prepare_call
-from rowmax.kernels.launch import GUARDED_FLAGS, Call, _bounded, _descriptor, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor
+from rowmax.kernels.launch import Call, _bounded, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper_wide import KEYS, QUERIES, HopperWideTile, misfit, padded_dims, value_stages
 from rowmax.plan.tile import Tile
