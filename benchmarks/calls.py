@@ -11,7 +11,9 @@ import torch
 import baselines
 import rowmax
 from rowmax.problem import Operands, Problem
-from shapes import BACKWARD, FORWARD, lengths
+from scores import draw as draw_scores
+from scores import uncheckable
+from shapes import BACKWARD, FORWARD, lengths, unbent
 
 Results = tuple[Optional[torch.Tensor], ...]
 
@@ -23,7 +25,7 @@ def device_of(text: str = "") -> torch.device:
 
 def make_operands(problem: Problem, device: torch.device, seed: int) -> tuple[Operands, torch.Tensor]:
     """`(operands, grad_out)`: independent standard normal numbers, contiguous, drawn on the device. Never zeros: they hide
-    rows that nobody wrote and run faster than data."""
+    rows that nobody wrote and run faster than data. What bends scores is drawn by `scores.draw`."""
     draw = torch.Generator(device).manual_seed(seed)
     lead = () if problem.packed else (problem.batch,)
     shapes = (
@@ -37,37 +39,43 @@ def make_operands(problem: Problem, device: torch.device, seed: int) -> tuple[Op
     if problem.packed:
         sizes = (torch.tensor([0, *lengths(problem, side)], dtype=torch.int32) for side in "qk")
         bounds = tuple(size.cumsum(0, dtype=torch.int32).to(device) for size in sizes)
-    return Operands(q, k, v, *bounds), grad_out
+    return Operands(q, k, v, *bounds, *draw_scores(problem, draw, device)), grad_out
 
 
 def make_call(
     who: str, problem: Problem, operands: Operands, grad_out: torch.Tensor, which: str, *, plan: str = ""
 ) -> Callable[[], Results]:
-    """The timed call. It returns `(out,)` for the forward and `(dq, dk, dv)` for the other passes.
+    """The timed call. It returns `(out,)` for the forward and `(dq, dk, dv)` for the other passes, behind them the gradients of
+    a sink and of a bias where there are: `check.names`.
 
     The backward is a whole `torch.autograd.grad` over one saved graph, as training runs it.
 
     Raises:
-        baselines.Refused: `who` does not run this problem here, or it is more than attention under a band: the operands,
-            the peers and the check are of that.
+        baselines.Refused: `who` does not run this problem here, or its gradients are none that the check can sample.
     """
-    if not problem.plain:
-        raise baselines.Refused(f"benchmarks time attention under a band alone, not '{problem}'")
-    forward = baselines.build(who, problem, operands, plan=plan)
+    if len(problem.band) > 2 or not unbent(problem).plain:
+        raise baselines.Refused(f"operands, peers and check know windows and what `scores.py` draws, not all of '{problem}'")
+    if which != FORWARD and (why := uncheckable(problem)):
+        raise baselines.Refused(why)
+    operands = baselines.as_taken(who, problem, operands)
     if which == FORWARD:
+        forward = baselines.build(who, problem, operands, plan=plan)
 
         def call():
             with torch.no_grad():
                 return (forward(*operands[:3]),)
 
         return call
-    leaves = tuple(t.detach().requires_grad_() for t in operands[:3])
+    names = ("q", "k", "v", *["sink"] * problem.sink, *["bias"] * bool(problem.bias))
+    leaves = {name: getattr(operands, name).detach().requires_grad_() for name in names}
+    operands = operands._replace(**leaves)
+    forward = baselines.build(who, problem, operands, plan=plan)
     if which == BACKWARD:
-        out = forward(*leaves)
+        out = forward(*operands[:3])
         if not out.requires_grad:
             raise baselines.Refused(f"{who} here has no backward")
-        return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
-    return lambda: torch.autograd.grad(forward(*leaves), leaves, grad_out)
+        return lambda: torch.autograd.grad(out, tuple(leaves.values()), grad_out, retain_graph=True)
+    return lambda: torch.autograd.grad(forward(*operands[:3]), tuple(leaves.values()), grad_out)
 
 
 def plan_of(problem: Problem, device: torch.device, which: str, prefer: str = "") -> str:

@@ -15,6 +15,7 @@ import torch
 
 from rowmax.numerics import TINY, UNIT_ROUNDOFF
 from rowmax.problem import Operands, Problem
+from scores import Rows
 from shapes import BACKWARD, FORWARD
 
 # The constants of verification's rule. Storage type -> (c, what multiplies S A).
@@ -31,7 +32,10 @@ _KV_HEADS_BACKWARD, _ROWS_BACKWARD, _KEYS_BACKWARD = 2, 32, 32
 _PAIRS_BACKWARD = 2**33  # one head of 65536 tokens counts 2^32; more than this and only one KV head is checked
 _CHUNK = {"cpu": 2**21, "cuda": 2**26}  # scores of one piece of the oracle
 
-NAMES = {FORWARD: ("out",), BACKWARD: ("dq", "dk", "dv")}
+
+def names(problem: Problem, which: str) -> tuple[str, ...]:
+    """Of the results of a pass, in the order in which they are returned."""
+    return ("out",) if which == FORWARD else ("dq", "dk", "dv", *["dsink"] * problem.sink, *["dbias"] * bool(problem.bias))
 
 
 class Expected(NamedTuple):
@@ -55,10 +59,10 @@ class Check:
         with torch.no_grad():
             parts = _forward(problem, operands, draw) if grad_out is None else _backward(problem, operands, grad_out, draw)
             self.expected = list(parts)
-        self.names = NAMES[FORWARD if grad_out is None else BACKWARD]
+        self.names = names(problem, FORWARD if grad_out is None else BACKWARD)
 
     def broken(self, results: Sequence[Optional[torch.Tensor]], *, peer: bool = False) -> list[str]:
-        """`results`: `(out,)`, or `(dq, dk, dv)` where `None` was not asked for. An empty list: right."""
+        """`results`: those of `names`, where `None` was not asked for. An empty list: right."""
         found = []
         for name, tensor in zip(self.names, results, strict=True):
             if tensor is None:
@@ -78,7 +82,7 @@ class Check:
         ratio = max(float((e / (part.bound * loosened)).max()) for e, part in zip(errors, mine, strict=True))
         if not ratio <= 1:
             yield f"{name}: an element is {ratio:.2f} times its bound off"
-        if self.problem.dtype not in (torch.float16, torch.bfloat16):
+        if name not in _RMS or self.problem.dtype not in (torch.float16, torch.bfloat16):
             return
         times, slack = _RMS[name]
         error, naive, terms = (
@@ -105,7 +109,11 @@ def poisoned(problem: Problem, device: torch.device) -> Iterator[None]:
     lead_q = problem.outputs()[0][:-1]
     lead_k = (*lead_q[:-2], problem.len_k, problem.heads_k)
     shapes = [(*lead, dim) for lead in (lead_q, lead_k) for dim in (problem.dim_qk, problem.dim_v)]
-    blocks = [torch.full(shape, torch.nan, dtype=problem.dtype, device=device) for shape in shapes for _ in range(2)]
+    shapes = [shape for shape in shapes for _ in range(2)]
+    if problem.bias:
+        sizes = zip("bhqk", (problem.batch, problem.heads_q, problem.len_q, problem.len_k), strict=True)
+        shapes.append(tuple(size if letter in problem.bias.partition(",")[0] else 1 for letter, size in sizes))
+    blocks = [torch.full(shape, torch.nan, dtype=problem.dtype, device=device) for shape in shapes]
     del blocks
     yield
 
@@ -116,6 +124,7 @@ def poisoned(problem: Problem, device: torch.device) -> Iterator[None]:
 class _Span(NamedTuple):
     """One sequence: `lead` and the ranges index a whole tensor's rows."""
 
+    number: int
     lead: tuple
     rows: range
     keys: range
@@ -124,10 +133,10 @@ class _Span(NamedTuple):
 def _spans(problem: Problem, operands: Operands) -> list[_Span]:
     """Sequences that have queries and keys."""
     if not problem.packed:
-        spans = [_Span((b,), range(problem.len_q), range(problem.len_k)) for b in range(problem.batch)]
+        spans = [_Span(b, (b,), range(problem.len_q), range(problem.len_k)) for b in range(problem.batch)]
     else:
         cu_q, cu_k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
-        spans = [_Span((), range(*cu_q[b : b + 2]), range(*cu_k[b : b + 2])) for b in range(problem.batch)]
+        spans = [_Span(b, (), range(*cu_q[b : b + 2]), range(*cu_k[b : b + 2])) for b in range(problem.batch)]
     return [span for span in spans if span.rows and span.keys]
 
 
@@ -139,27 +148,9 @@ def _draw(draw: torch.Generator, size: int, count: int) -> torch.Tensor:
     return torch.cat([torch.tensor([0, size - 1]), inner]).sort().values
 
 
-def _seen(problem: Problem, span: _Span, rows: torch.Tensor) -> torch.Tensor:
-    """Boolean `[rows, keys]` from the definition; the last query sees the last key."""
-    j = torch.arange(len(span.keys), device=rows.device)[None, :]
-    distance = j - (rows[:, None] + len(span.keys) - len(span.rows))
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if problem.band.left is not None:
-        seen &= distance >= -problem.band.left
-    if problem.band.right is not None:
-        seen &= distance <= problem.band.right
-    return seen
-
-
-def _weights(scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Softmax over the seen keys, in the dtype of `scores`; rows that see nothing are 0."""
-    return torch.where(seen, torch.softmax(torch.where(seen, scores, -torch.inf), -1), 0.0)
-
-
-def _factor(problem: Problem, q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _factor(problem: Problem, sizes: torch.Tensor) -> torch.Tensor:
     """`[rows, 1]`: c u + (what multiplies S A) S, with S the largest size of a score's terms."""
     c, per_logit = _ELEMENT[problem.dtype_name]
-    sizes = torch.where(seen, q.abs() @ k.abs().T, 0.0).amax(-1, keepdim=True) * abs(problem.scale)
     return c * UNIT_ROUNDOFF[problem.dtype_name] + per_logit * sizes
 
 
@@ -179,12 +170,13 @@ def _forward(problem: Problem, operands: Operands, draw: torch.Generator) -> Ite
         index = (*span.lead, rows + span.rows.start, head)
         q = operands.q[index]
         k, v = _head(problem, (operands.k, operands.v), span, head // problem.group)
-        seen = _seen(problem, span, rows)
-        p = _weights(q.double() @ k.double().T * problem.scale, seen)
+        own = Rows.of(problem, operands, span.number, (len(span.rows), len(span.keys)), head, rows)
+        weights, rounded = own.weights(q.double() @ k.double().T * problem.scale), own.weights((q @ k.T) * problem.scale)
+        p = weights.p * weights.z
         wide, terms = p @ v.double(), p @ v.double().abs()
-        naive = (_weights((q @ k.T) * problem.scale, seen) @ v).double()
-        factor = _factor(problem, q.double(), k.double(), seen)
-        floor = tiny * (1 + seen.double() @ v.double().abs())
+        naive = ((rounded.p * rounded.z) @ v).double()
+        factor = _factor(problem, own.sizes(q.double(), k.double()))
+        floor = tiny * (1 + own.seen.double() @ v.double().abs())
         yield Expected("out", index, wide, naive, terms, factor * terms + u * wide.abs() + floor)
 
 
@@ -228,8 +220,9 @@ class _Sums:
 def _backward_head(problem: Problem, operands: Operands, grad_out, span: _Span, head: int, draw) -> Iterator[Expected]:
     """Everything that one KV head of one sequence receives, from all queries of its group, a piece of rows at a time.
 
-    A of the gradients, with W_ij = p_ij (|dP_ij| + |delta_i| + sum_d |dO_id| A_id): dQ |scale| sum_j W_ij |k_j|,
-    dK |scale| sum_i W_ij |q_i|, dV sum_i p_ij |dO_i|.
+    A of the gradients, with F_ij = p_ij (|dP_ij| + |delta_i| + sum_d |dO_id| A_id) and W = F |soft-cap'|: dQ |scale| sum_j W_ij
+    |k_j|, dK |scale| sum_i W_ij |q_i|, dV sum_i z_ij p_ij |dO_i|, the bias's F_ij, the sink's sum_i p_sink times what is in
+    parentheses but dP.
     """
     device, scale = operands.q.device, problem.scale
     u, tiny = UNIT_ROUNDOFF[problem.dtype_name], TINY[problem.dtype_name]
@@ -238,32 +231,51 @@ def _backward_head(problem: Problem, operands: Operands, grad_out, span: _Span, 
     cols = _draw(draw, len(span.keys), _KEYS_BACKWARD).to(device)
     dk, dv = _Sums(cols, problem.dim_qk), _Sums(cols, problem.dim_v)
     step = max(1, _CHUNK[device.type] // len(span.keys))
+    if problem.dropout:  # its draws are made for all heads
+        step = max(1, step // problem.heads_q)
     for query_head in range(head * problem.group, (head + 1) * problem.group):
         sampled = _draw(draw, len(span.rows), max(2, _ROWS_BACKWARD // problem.group)).to(device)
+        sink = torch.zeros(2, dtype=torch.float64, device=device)  # its gradient, and what bounds the error
         for first in range(0, len(span.rows), step):
             rows = torch.arange(first, min(first + step, len(span.rows)), device=device)
             index = (*span.lead, slice(span.rows[first], span.rows[first] + len(rows)), query_head)
             q, do = operands.q[index], grad_out[index]
             q64, do64 = q.double(), do.double()
-            seen = _seen(problem, span, rows)
-            p = _weights(q64 @ k64.T * scale, seen)
-            dp = do64 @ v64.T
+            own = Rows.of(problem, operands, span.number, (len(span.rows), len(span.keys)), query_head, rows)
+            seen = own.seen
+            p, z, of_sink, steep = own.weights(q64 @ k64.T * scale)
+            dp = do64 @ v64.T * z
+            kept = p * z
             delta = (p * dp).sum(-1, keepdim=True)
-            ds = p * (dp - delta) * scale
-            w = p * (dp.abs() + delta.abs() + (do64.abs() * (p @ v64.abs())).sum(-1, keepdim=True)) * abs(scale)
-            factor = _factor(problem, q64, k64, seen)
+            of_row = delta.abs() + (do64.abs() * (kept @ v64.abs())).sum(-1, keepdim=True)
+            flat = p * (dp - delta)
+            flat_sizes = p * (dp.abs() + of_row)
+            ds, w = flat * steep * scale, flat_sizes * steep * abs(scale)
+            factor = _factor(problem, own.sizes(q64, k64))
 
-            p_naive = _weights((q @ k.T) * scale, seen)
-            ds_naive = torch.ops.aten._softmax_backward_data(do @ v.T, p_naive, -1, problem.dtype) * scale
+            rounded = own.weights((q @ k.T) * scale)
+            dp_naive = do @ v.T * rounded.z
+            flat_naive = torch.ops.aten._softmax_backward_data(dp_naive, rounded.p, -1, problem.dtype)
+            ds_naive, kept_naive = flat_naive * rounded.steep * scale, rounded.p * rounded.z
 
             dk.add(ds[:, cols], ds_naive[:, cols], w[:, cols], factor, seen[:, cols], q)
-            dv.add(p[:, cols], p_naive[:, cols], p[:, cols], factor, seen[:, cols], do)
+            dv.add(kept[:, cols], kept_naive[:, cols], kept[:, cols], factor, seen[:, cols], do)
+            if of_sink is not None:
+                sink += torch.stack([-(of_sink * delta).sum(), (of_sink * of_row * factor).sum()])
             mine = sampled[(sampled >= first) & (sampled < first + len(rows))] - first
             if len(mine):
                 at = (*span.lead, mine + span.rows[first], query_head)
                 wide, naive, terms = ds[mine] @ k64, (ds_naive[mine] @ k).double(), w[mine] @ k64.abs()
                 floor = tiny * (1 + seen[mine].double() @ k64.abs())
                 yield Expected("dq", at, wide, naive, terms, factor[mine] * terms + u * wide.abs() + floor)
+                if problem.bias:
+                    at = (span.number, query_head, mine + first)
+                    wide, terms = flat[mine], flat_sizes[mine]
+                    bound = factor[mine] * terms + u * wide.abs() + 2 * tiny
+                    yield Expected("dbias", at, wide, flat_naive[mine].double(), terms, bound)
+        if problem.sink:
+            bound = sink[1] + u * sink[0].abs() + tiny
+            yield Expected("dsink", (query_head,), sink[0], sink[0], sink[1], bound)
     keys = cols + span.keys.start
     yield dk.expected(problem, "dk", (*span.lead, keys, head))
     yield dv.expected(problem, "dv", (*span.lead, keys, head))

@@ -104,7 +104,9 @@ def time_host(problem: Problem, names: list[str], device: torch.device, count: i
 def bare_call(name: str, problem: Problem, operands: Operands):
     """The public call and nothing around it. SDPA gets views of the same storage in its own layout."""
     causal = problem.band == CAUSAL
-    special = problem.packed or problem.band not in (Band(), CAUSAL) or problem.scale != problem.dim_qk**-0.5
+    special = (
+        problem.packed or not problem.plain or problem.band not in (Band(), CAUSAL) or problem.scale != problem.dim_qk**-0.5
+    )
     if special or (causal and problem.len_q != problem.len_k):
         raise baselines.Refused("host time is for dense calls, full or square causal: what every peer takes as it is")
     q, k, v = operands[:3]

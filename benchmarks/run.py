@@ -4,6 +4,9 @@ For each problem and pass: the same random operands for all; every candidate's r
 (`check.py`); the candidates timed in turn (`timing.py`); the last timed results checked again; medians printed and appended
 to a results file (`record.py`). A candidate that fails its check, or claims more than the device's measured peak, prints no
 speed and makes the exit code 1. A peer that is absent or has no kernel for a problem is named on stderr.
+
+A problem that bends scores is timed beside rowmax on the same tensors without, in the same rounds, and what it costs is printed
+as times that: `--shapes scores`.
 """
 
 import argparse
@@ -20,9 +23,11 @@ import record
 import timing
 from calls import compile_ahead, device_of, make_call, make_operands, plan_of
 from check import Check, poisoned
+from rowmax import Device
 from rowmax.analysis import workers
+from rowmax.device import Rates
 from rowmax.problem import Problem
-from shapes import FORWARD, PASSES, SETS, Shape, bytes_moved, flops
+from shapes import AT_MOST, FORWARD, PASSES, SETS, Shape, bytes_moved, flops, given_bytes, unbent
 
 COMPILED = ("rowmax", "flex")  # who compiles a kernel before its first result
 
@@ -48,7 +53,7 @@ def main(arguments: "list[str] | None" = None) -> int:
         print("note: commit unknown (no repository here); set ROWMAX_COMMIT to record it", file=sys.stderr)
     _compile_ahead(options, device, jobs, deadline)
     peaks: dict[torch.dtype, float] = {}
-    failures = 0
+    failures, costs = 0, []
     for done, (problem, which, who) in enumerate(jobs):
         if time.monotonic() > deadline:
             print(f"time limit: {len(jobs) - done} of {len(jobs)} groups not timed", file=sys.stderr)
@@ -64,63 +69,72 @@ def main(arguments: "list[str] | None" = None) -> int:
             break
         failures += failed
         record.append(out, rows)  # after every group, so that a run cut short keeps what it has
-        _print_group(rows)
+        _print_group(problem, rows)
+        costs += _costs(problem, which, rows, device)
+    print("\n".join(costs))
     print(f"results in {out}" if failures == 0 else f"{failures} failed; the rest in {out}")
     return 1 if failures else 0
 
 
 def time_group(problem: Problem, which: str, who: list[str], device, options, facts: dict, peak: float):
-    """`(rows, failures)` of one problem and pass, all candidates side by side."""
+    """`(rows, failures)` of one problem and pass, all candidates side by side; first rowmax's on the problem without what bends
+    its scores, if anything does. These rows have a `run` of their own."""
     operands, grad_out = make_operands(problem, device, options.seed)
-    check = Check(problem, operands, None if which == FORWARD else grad_out, seed=options.seed)
+    given = {unbent(problem): operands._replace(slopes=None, sink=None, bias=None, mask=None, seed=None), problem: operands}
+    if not problem.plain:
+        more = [word for word in str(problem).split() if word not in str(unbent(problem)).split()]
+        facts = {**facts, "run": " ".join([facts["run"], *more])}
+    checks = {p: Check(p, own, None if which == FORWARD else grad_out, seed=options.seed) for p, own in given.items()}
     calls, failures = {}, 0
-    for name, plan in _candidates(who, options.plan):
+    for asked, name, plan in _candidates(problem, who, options.plan):
         try:
-            call = make_call(name, problem, operands, grad_out, which, plan=plan)
-            with poisoned(problem, device):
+            call = make_call(name, asked, given[asked], grad_out, which, plan=plan)
+            with poisoned(asked, device):
                 results = call()
-            wrong = check.broken(results, peer=name != "rowmax")
+            wrong = checks[asked].broken(results, peer=name != "rowmax")
         except baselines.Refused as refused:
-            print(f"  {name} not timed on '{problem}' {which}: {refused}", file=sys.stderr)
+            print(f"  {name} not timed on '{asked}' {which}: {refused}", file=sys.stderr)
             continue
         except Exception as error:  # whatever a peer raises; ours counts as a failure
             said = workers.brief(error)
             if workers.context_lost(said):
-                raise ContextLost(f"{name} on '{problem}' {which}: {said}") from error
-            print(f"  {name} raised on '{problem}' {which}: {said}", file=sys.stderr)
+                raise ContextLost(f"{name} on '{asked}' {which}: {said}") from error
+            print(f"  {name} raised on '{asked}' {which}: {said}", file=sys.stderr)
             failures += name == "rowmax"
             continue
         if wrong:
             failures += 1
-            print(f"  {name} WRONG on '{problem}' {which}: {'; '.join(wrong)}", file=sys.stderr)
+            print(f"  {name} WRONG on '{asked}' {which}: {'; '.join(wrong)}", file=sys.stderr)
             continue
-        calls[name, plan] = call
+        calls[asked, name, plan] = call
         del results
     if not calls:
         return [], failures
     seconds, spin = options.seconds or SECONDS[device.type], getattr(options, "spin", False)
     times, last = timing.samples_ms(calls, device, seconds, spin=spin)
     rows = []
-    for name, plan in calls:
-        row = _row(problem, which, name, plan, times[name, plan], device, facts)
-        wrong = check.broken(last[name, plan], peer=name != "rowmax")
+    for candidate in calls:
+        asked, name, plan = candidate
+        row = _row(asked, which, name, plan, times[candidate], device, facts)
+        wrong = checks[asked].broken(last[candidate], peer=name != "rowmax")
         if row["tflops"] > peak:
             wrong.append(
                 f"{row['tflops']:.4g} TFLOP/s is above the {peak:.4g} that a matrix product reaches: the timing is wrong"
             )
         if wrong:
             failures += 1
-            print(f"  {name} WRONG after timing '{problem}' {which}: {'; '.join(wrong)}", file=sys.stderr)
+            print(f"  {name} WRONG after timing '{asked}' {which}: {'; '.join(wrong)}", file=sys.stderr)
         else:
             rows.append(row)
-    del calls, last, check, operands
+    del calls, last, checks, operands, given
     gc.collect()
     return rows, failures
 
 
-def _candidates(who: list[str], plans: list[str]) -> list[tuple[str, str]]:
-    """`(who, plan)`: rowmax once for each plan that is asked for."""
-    return [(name, plan) for name in who for plan in (plans if plans and name == "rowmax" else [""])]
+def _candidates(problem: Problem, who: list[str], plans: list[str]) -> list[tuple[Problem, str, str]]:
+    """`(problem, who, plan)`: rowmax once for each plan that is asked for."""
+    beside = [] if problem.plain or "rowmax" not in who else [(unbent(problem), "rowmax", "")]
+    return beside + [(problem, name, plan) for name in who for plan in (plans if plans and name == "rowmax" else [""])]
 
 
 def _row(problem: Problem, which: str, name: str, plan: str, times: list[float], device, facts: dict) -> dict:
@@ -154,8 +168,9 @@ def _jobs(options, device: torch.device) -> list[tuple[Problem, str, list[str]]]
         shapes += [(shape, SETS[name].passes) for shape in SETS[name].shapes]
     everyone = baselines.installed(device)
     for shape, passes in shapes:
-        who = options.who.split(",") if options.who else everyone + (["flex"] if shape.flex and device.type == "cuda" else [])
-        for which in options.passes.split(",") if options.passes else passes:
+        more = [name for name, fits in (("sdpa", shape.problem.pairs), ("flex", shape.flex)) if fits and device.type == "cuda"]
+        who = options.who.split(",") if options.who else everyone + more
+        for which in options.passes.split(",") if options.passes else shape.passes or passes:
             if which not in PASSES:
                 raise SystemExit(f"--pass: no pass '{which}'; known are {', '.join(PASSES)}")
             found.append((shape.problem, which, who))
@@ -166,18 +181,14 @@ def _compile_ahead(options, device: torch.device, jobs, deadline: float) -> None
     """Fill the compilers' caches on disk from several processes at once, so that the timed process finds them warm."""
     if device.type != "cuda" or options.workers == 0:
         return
-    wanted = [
-        {
-            "problem": str(problem),
-            "who": name,
-            "which": which,
-            "plan": plan,
-            "device": str(device),
-        }
+    calls = [
+        (str(asked), name, which, plan)
         for problem, which, who in jobs
-        for name, plan in _candidates(who, options.plan)
+        for asked, name, plan in _candidates(problem, who, options.plan)
         if name in COMPILED
     ]
+    names = ("problem", "who", "which", "plan")
+    wanted = [{**dict(zip(names, call, strict=True)), "device": str(device)} for call in dict.fromkeys(calls)]
     # FlexAttention first: it takes the longest.
     wanted.sort(key=lambda job: job["who"] != "flex")
     started = time.monotonic()
@@ -189,8 +200,25 @@ def _compile_ahead(options, device: torch.device, jobs, deadline: float) -> None
     print(f"compiled ahead for {len(wanted)} calls in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
-def _print_group(rows: list[dict]) -> None:
-    ours = next((row for row in rows if row["who"] == "rowmax"), None)
+def _costs(problem: Problem, which: str, rows: list[dict], device: torch.device) -> list[str]:
+    """In words, what bending the scores costs rowmax: times without it, and of tensors as large as the scores also times the
+    longer of that and of reading them once."""
+    ms = {row["problem"]: row["ms"] for row in reversed(rows) if row["who"] == "rowmax"}
+    plain = str(unbent(problem))
+    if problem.plain or not {plain, str(problem)} <= ms.keys():
+        return []
+    asked = f" (asked: at most {AT_MOST[problem]})" if which == FORWARD and problem in AT_MOST else ""
+    text = f"{problem!s:<56} {which:<16} {ms[str(problem)] / ms[plain]:.3f} times its time without"
+    if not problem.pairs or device.type == "cpu":
+        return [text + asked]
+    rates, size = Rates.of(Device.of(device)), given_bytes(problem)
+    reading = size / (rates.hbm_bytes_per_s * rates.hbm_share) * 1e3
+    times = ms[str(problem)] / max(ms[plain], reading)
+    return [f"{text}, {times:.3f} times the longer of that and the {reading:.3f} ms of reading {size / 1e9:.3g} GB{asked}"]
+
+
+def _print_group(problem: Problem, rows: list[dict]) -> None:
+    ours = next((row for row in rows if row["who"] == "rowmax" and row["problem"] == str(problem)), None)
     for row in rows:
         line = f"{row['problem']:<56} {row['pass']:<16} {row['who']:<7} {row['ms']:>10.4f} ms {row['tflops']:>8.4g} TFLOP/s"
         if ours is None or row["who"] == "rowmax":

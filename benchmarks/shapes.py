@@ -8,8 +8,9 @@ scores, `2 pairs (d_qk + d_v)`; the backward five, `2 pairs (3 d_qk + 2 d_v)`, w
 `q (q + 1) / 2`), and for everything else (windows, rectangular causal, packed) exactly the visible ones.
 """
 
+import math
 import random
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from rowmax.mask import Band, visible_pairs
 from rowmax.problem import Problem
@@ -25,6 +26,8 @@ class Shape(NamedTuple):
     problem: Problem
     source: str
     flex: bool = False
+    passes: tuple[str, ...] = ()  # if they are not those of the set
+    at_most: Optional[float] = None  # times rowmax's forward without what bends scores: what it may cost
 
 
 class ShapeSet(NamedTuple):
@@ -89,9 +92,25 @@ def bytes_moved(problem: Problem, which: str) -> int:
     q, out = rows_q * problem.dim_qk * problem.dtype.itemsize, rows_q * problem.dim_v * problem.dtype.itemsize
     kv = rows_k * (problem.dim_qk + problem.dim_v) * problem.dtype.itemsize
     lse = rows_q * problem.lse_dtype.itemsize
-    forward = q + kv + out
-    backward = 2 * (q + kv + out) + lse  # q k v out dout lse in, dq dk dv out
+    pairs_read = given_bytes(problem)
+    forward = q + kv + out + pairs_read
+    bias_out = given_bytes(problem) - given_bytes(problem.with_(bias=""))
+    backward = 2 * (q + kv + out) + lse + pairs_read + bias_out  # q k v out dout lse and pairs in, dq dk dv dbias out
     return {FORWARD: forward, BACKWARD: backward, BOTH: forward + lse + backward}[which]
+
+
+def given_bytes(problem: Problem) -> int:
+    """Of a bias and a mask, all of them, whatever the band hides."""
+    sizes = dict(zip("bhqk", (problem.batch, problem.heads_q, problem.len_q, problem.len_k), strict=True))
+    letters, _, wide = problem.bias.partition(",")
+    bias = math.prod(sizes[letter] for letter in letters if letter != "1") * (4 if wide else problem.dtype.itemsize)
+    mask = math.prod(sizes[letter] for letter in problem.mask if letter != "1")
+    return bias * bool(letters) + mask * bool(problem.mask)
+
+
+def unbent(problem: Problem) -> Problem:
+    """The same without anything that happens to scores beside scale and band."""
+    return problem.with_(softcap=0.0, alibi="", sink=False, bias="", mask="", dropout=0.0)
 
 
 # ---- sets ------------------------------------------------------------------------------------------------------------
@@ -116,6 +135,14 @@ def _grid(dims_and_lengths) -> tuple[Shape, ...]:
 
 def _spelled(source: str, *spellings: str) -> tuple[Shape, ...]:
     return tuple(Shape(Problem.parse(spelling), source) for spelling in spellings)
+
+
+_LONG = "b1 h16 q16384 k16384 d128 bf16 causal"
+
+
+def _bent(more: str, at_most: Optional[float] = None, **changes) -> Shape:
+    source = "what Gemma 2, gpt-oss, MPT and T5 do to scores, at the papers' longest; what it may cost is ours to say"
+    return Shape(Problem.parse(f"{_LONG} {more}"), source, **{"flex": True, "at_most": at_most, **changes})
 
 
 _ANCHORS = _grid((dim, length) for dim in (64, 128, 256) for length in (512, 2048, 8192, 16384))
@@ -153,6 +180,17 @@ SETS: dict[str, ShapeSet] = {
         ),
         (FORWARD, BOTH),
     ),
+    "scores": ShapeSet(
+        (
+            _bent(""),
+            _bent("softcap=50.0", 1.15),
+            _bent("sink", 1.02),
+            _bent("alibi", 1.10),
+            _bent("dropout=0.1", 1.25, flex=False, passes=(FORWARD,)),
+            _bent("bias(hqk)", 1.2),
+        ),
+        (FORWARD, BACKWARD),
+    ),
     "smoke": ShapeSet(
         _spelled(
             "one small problem per feature: does the benchmark itself work?",
@@ -165,5 +203,6 @@ SETS: dict[str, ShapeSet] = {
         PASSES,
     ),
 }
+AT_MOST = {shape.problem: shape.at_most for group in SETS.values() for shape in group.shapes if shape.at_most}
 LONG_CONTEXT = Problem.parse("b1 h16 q65536 k65536 d128 bf16 causal")  # memory.py: dense scores would take 128 GiB
 SMALL = tuple(Problem.parse(f"b1 h16 q128 k128 d{dim} bf16") for dim in (64, 128))  # host_time.py: the host is the cost

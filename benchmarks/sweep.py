@@ -63,6 +63,8 @@ def main(arguments: "list[str] | None" = None) -> int:
 
     problems = [Problem.parse(text) for text in options.problem]
     problems += [shape.problem for name in options.shapes.split(",") if name for shape in SETS[name].shapes]
+    if bent := [str(problem) for problem in problems if not problem.plain]:
+        raise SystemExit(f"tiles are swept for attention under a band alone, not '{bent[0]}'")
     passes = options.passes.split(",")
     if not problems or not set(passes) <= set(PASSES):
         raise SystemExit(f"give a --problem or a set with --shapes, and --pass of {', '.join(PASSES)}; got '{options.passes}'")

@@ -241,9 +241,29 @@ def test_tiles_expand():
     assert expand("16x16 w1,2 s1; 16x16 w2 s1") == ["16x16 w1 s1", "16x16 w2 s1"]
 
 
-@pytest.mark.parametrize("more", ["softcap=30.0", "alibi", "sink", "mask(hqk)", "dropout=0.1"])
-def test_what_the_operands_do_not_have_is_not_timed(more):
-    """Timed without it, the row would be of another problem."""
-    problem = Problem.parse(f"b1 h2 q16 k16 d16 fp32 causal {more}")
-    with pytest.raises(baselines.Refused, match="under a band alone"):
-        calls.make_call("rowmax", problem, *calls.make_operands(problem, torch.device("cpu"), 0), "forward")
+def test_what_bends_scores_is_timed_beside_the_same_without(main, monkeypatch, capsys):
+    problem = Problem.parse(f"{TINY} softcap=5.0 bias(hqk)")
+    monkeypatch.setitem(run.AT_MOST, problem, 1.15)
+    code, rows = main("--problem", str(problem), "--who", "rowmax", "--pass", "forward,backward")
+    assert code == 0
+    beside = [(row["problem"], row["pass"]) for row in rows if row["run"].endswith(" softcap=5.0 bias(hqk)")]
+    assert beside == [(text, which) for which in ("forward", "backward") for text in (TINY, str(problem))]
+    assert len({row["run"] for row in rows}) == 2
+    costs = [line for line in capsys.readouterr().out.splitlines() if "times its time without" in line]
+    assert [line.startswith(str(problem)) for line in costs] == [True, True]
+    assert ["(asked: at most 1.15)" in line for line in costs] == [True, False]
+
+
+def test_the_set_of_scores_asks_everyone_who_can():
+    timed = run._jobs(run._parser().parse_args(["--shapes", "scores"]), torch.device("cuda"))
+    assert len(timed) == 11  # six problems, both passes but for dropout
+    assert {problem for problem, _, _ in timed} - {run.unbent(problem) for problem, _, _ in timed} == set(run.AT_MOST)
+    assert all(("flex" in who) == (problem.dropout == 0) and ("sdpa" in who) == problem.pairs for problem, _, who in timed)
+
+
+@pytest.mark.parametrize("more", ["sink", "bias(hk)", "b2 bias(hqk)"])
+def test_gradients_that_a_sample_cannot_check_are_not_timed(more):
+    more = more if more.startswith("b2") else f"{'b2' if more == 'sink' else 'b1'} {more}"
+    problem = Problem.parse(f"h2 q16 k16 d16 fp32 causal {more}")
+    with pytest.raises(baselines.Refused, match="is a sum over"):
+        calls.make_call("rowmax", problem, *calls.make_operands(problem, torch.device("cpu"), 0), "backward")

@@ -6,7 +6,7 @@ import torch
 import rowmax
 from calls import make_operands
 from check import Check
-from rowmax import reference
+from rowmax import reference, testing
 from rowmax.problem import Problem
 
 PROBLEMS = (
@@ -107,3 +107,42 @@ def test_gradients_that_were_not_asked_for_are_skipped():
     operands, grad_out, _, backward = _checks(problem)
     _, dq, _, _ = _truth(problem, operands, grad_out)
     assert backward.broken((dq, None, None)) == []
+
+
+BENT = "b1 h4/2 q200 k220 d32 {} causal softcap=4.0 alibi sink bias(hqk) mask(qk) dropout=0.2"
+
+
+def _bent_gradients(problem, operands, grad_out):
+    """`(out, gradients)` of rowmax, as a sink and a bias have them too."""
+    leaves = [operands[at].clone().requires_grad_() for at in (0, 1, 2, 6, 7)]
+    own = operands._replace(**dict(zip(("q", "k", "v", "sink", "bias"), leaves, strict=True)))
+    out = testing.attend(problem, own, return_lse=False)
+    return out.detach(), torch.autograd.grad(out, leaves, grad_out)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_everything_that_bends_scores_is_checked(dtype):
+    """Right results pass, and those of operands that differ a little are seen, in each of their gradients."""
+    problem = Problem.parse(BENT.format(dtype))
+    operands, grad_out, forward, backward = _checks(problem)
+    out, grads = _bent_gradients(problem, operands, grad_out)
+    assert forward.broken((out,)) == []
+    assert backward.broken(grads) == []
+    for name, changed in {
+        "slopes": operands.slopes * 1.05,
+        "sink": operands.sink + 0.1,
+        "bias": operands.bias.roll(1, 3),
+        "mask": operands.mask.roll(1, 3),
+        "seed": operands.seed + 1,
+    }.items():
+        wrong, wrong_grads = _bent_gradients(problem, operands._replace(**{name: changed}), grad_out)
+        assert forward.broken((wrong,)), name
+        said = " ".join(backward.broken(wrong_grads))
+        assert all(f"{gradient}:" in said for gradient in ("dq", "dk", "dv", "dbias")), (name, said)
+        if name == "sink" and dtype == "fp32":  # in 16 bits a sum over rows may be off by more
+            assert "dsink:" in said
+    wrong, wrong_grads = _bent_gradients(problem.with_(softcap=4.2), operands, grad_out)
+    assert forward.broken((wrong,))
+    assert backward.broken(wrong_grads)
+    assert backward.broken((*grads[:3], grads[3].roll(1), grads[4]))[0].startswith("dsink")
+    assert backward.broken((*grads[:4], grads[4].roll(1, 1)))[0].startswith("dbias")
