@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py                        the eight shapes and their paged forms; then lengths that differ, latent
                                                        attention, pages in 8 bits, and a prefix that all sequences share
-    python benchmarks/decode.py --sweep                tiles of the split-KV kernel on the same shapes, rowmax alone
+    python benchmarks/decode.py --sweep                tiles of the split-KV kernel, rowmax alone: `decode_sweep.py`
     python benchmarks/decode.py --only 0,3 --json decode.json; --rest: without the eight shapes
 
 Every result is checked against the definition before it is timed, and nothing is printed for one that is wrong. Bytes are those
@@ -44,17 +44,6 @@ UNEVEN = "b64 h32/8 q1 k131072 d128 bf16"  # lengths below; its even twin has as
 LATENT = "b128 h128/1 q1 k8192 d576/512 bf16"
 EIGHT_BITS = "b32 h32/8 q1 k8192 d128 bf16 causal paged64"  # 1 GiB of keys and values in 16 bits
 SHARED, SHARED_KEYS = "b64 h32/8 q1 k8704 d128 bf16 causal paged64", 8192
-TILES = (
-    "16x64 w4 s2",
-    "16x64 w4 s3",
-    "16x64 w4 s4",
-    "16x128 w4 s2",
-    "16x128 w8 s3",
-    "16x32 w4 s4",
-    "16x64 w2 s3",
-    "64x64 w4 s3",
-)
-SHARES = (1, 2, 3, 4)  # programs a multiprocessor
 
 
 def main() -> int:
@@ -63,19 +52,23 @@ def main() -> int:
     rows: list[dict] = []
     shapes = [SHAPES[int(i)] for i in options.only.split(",")] if options.only else () if options.rest else SHAPES
     begin = time.monotonic()
+    if options.sweep or options.build:
+        import decode_sweep
+
+        return decode_sweep.run(shapes, device, options)
     for text in shapes:
         if time.monotonic() - begin > options.time_limit:
             print("time limit: the rest was not timed", file=sys.stderr)
             break
         problem = Problem.parse(text)
         operands, _ = make_operands(problem, device, 0)
-        calls, wrong = (_sweep if options.sweep else _candidates)(problem, operands)
-        rows += _time(text, calls, _bytes(problem, problem.batch * problem.len_k), device, options)
+        calls, wrong = _candidates(problem, operands)
+        rows += time_rows(text, calls, bytes_moved(problem, problem.batch * problem.len_k), device, options)
         for line in wrong:
             print(f"  {line}", file=sys.stderr)
         del operands, calls
         torch.cuda.empty_cache()
-    if not options.only and not options.sweep:
+    if not options.only:
         for text, lengths in ((UNEVEN, zipf(64, 131072)), (LATENT, [8192] * 128)):
             if time.monotonic() - begin > options.time_limit:
                 break
@@ -84,9 +77,13 @@ def main() -> int:
             rows += _eight_bits(device, options)
         if time.monotonic() - begin <= options.time_limit:
             rows += _shared_rows(device, options)
+    write(rows, device, options)
+    return 0
+
+
+def write(rows: list[dict], device: torch.device, options) -> None:
     if options.json:
         options.json.write_text(json.dumps({**record.machine(device), "rows": rows}, indent=1) + "\n")
-    return 0
 
 
 def zipf(batch: int, longest: int) -> list[int]:
@@ -96,7 +93,7 @@ def zipf(batch: int, longest: int) -> list[int]:
     return lengths
 
 
-def _bytes(problem: Problem, keys: int) -> int:
+def bytes_moved(problem: Problem, keys: int) -> int:
     """`keys` of all sequences together."""
     rows = problem.batch * problem.len_q * problem.heads_q
     values = 0 if problem.dim_qk == 576 else problem.dim_v  # of latent attention they are the first columns of the keys
@@ -109,9 +106,9 @@ def _candidates(problem: Problem, operands) -> tuple[dict[str, Callable], list[s
     """Name -> a call that was found right; and what was wrong or refused."""
     q, k, v = operands[:3]
     calls: dict[str, Callable] = {"rowmax": lambda: attention(q, k, v)}
-    calls |= {f"rowmax paged{size}": _paged_call(q, _paged(k, v, size)) for size in PAGES}
-    calls["rowmax paged16 prepared"] = prepare_paged(q, *_paged(k, v, 16))
-    calls["rowmax paged16 invariant"] = _paged_call(q, _paged(k, v, 16), batch_invariant=True)
+    calls |= {f"rowmax paged{size}": paged_call(q, in_pages(k, v, size)) for size in PAGES}
+    calls["rowmax paged16 prepared"] = prepare_paged(q, *in_pages(k, v, 16))
+    calls["rowmax paged16 invariant"] = paged_call(q, in_pages(k, v, 16), batch_invariant=True)
     wrong = []
     transposed = [t.transpose(1, 2) for t in (q, k, v)]
     calls["sdpa"] = lambda: scaled_dot_product_attention(*transposed, enable_gqa=True).transpose(1, 2)
@@ -121,34 +118,17 @@ def _candidates(problem: Problem, operands) -> tuple[dict[str, Callable], list[s
             calls[who] = lambda forward=forward: forward(q, k, v)
         except baselines.Refused as refused:
             wrong.append(f"{who}: {refused}")
-    return _right(problem, operands, calls, wrong)
+    return right(problem, operands, calls, wrong)
 
 
-def _sweep(problem: Problem, operands) -> tuple[dict[str, Callable], list[str]]:
-    """The same call with other tiles and other numbers of programs, dense and over pages of 16."""
-    q, k, v = operands[:3]
-    sms, pages = Device.of(q).sms, _paged(k, v, 16)
-    calls, items = {}, problem.batch * problem.heads_k
-    for tile in TILES:
-        for share in SHARES:
-            parts = max(share * sms // items, 1)
-            spelled = f"split_kv[{tile} x{parts}]"
-            calls[spelled] = lambda spelled=spelled: attention(q, k, v, plan=spelled)
-            if problem.batch > 1:
-                spelled = f"split_kv[{tile} p{share * sms}]"
-            calls[f"paged16 {spelled}"] = _paged_call(q, pages, spelled)
-    return _right(problem, operands, calls, [], sequences=4)
-
-
-def _right(problem: Problem, operands, calls, wrong, sequences: int = 2**30) -> tuple[dict[str, Callable], list[str]]:
-    """The calls that are right, as far as the first `sequences` show."""
-    few = min(problem.batch, sequences)
-    some, expected = problem.with_(batch=few), operands._replace(**{name: getattr(operands, name)[:few] for name in "qkv"})
+def right(problem: Problem, operands, calls, wrong) -> tuple[dict[str, Callable], list[str]]:
+    """The calls that are right, as far as the first sequences show, which `problem` and `operands` describe."""
     kept = {}
     for name, call in calls.items():
         try:
             with torch.no_grad():
-                report = check_forward(some, expected, call()[:few])
+                out = call()[: problem.batch]
+                report = check_forward(problem, operands, out.flatten(0, 1) if problem.packed else out)
         except Exception as error:
             wrong.append(f"{name} raised: {str(error).splitlines()[0][:200]}")
             continue
@@ -159,7 +139,7 @@ def _right(problem: Problem, operands, calls, wrong, sequences: int = 2**30) -> 
     return kept, wrong
 
 
-def _paged(k, v, size: int) -> tuple[torch.Tensor, ...]:
+def in_pages(k, v, size: int) -> tuple[torch.Tensor, ...]:
     """The same keys and values in shuffled pages, their table and lengths."""
     batch, length = k.shape[:2]
     count = batch * length // size
@@ -171,7 +151,7 @@ def _paged(k, v, size: int) -> tuple[torch.Tensor, ...]:
     return *pages, table, torch.full((batch,), length, dtype=torch.int32, device=k.device)
 
 
-def _paged_call(q, cache, spelled: "str | None" = None, **options) -> Callable:
+def paged_call(q, cache, spelled: "str | None" = None, **options) -> Callable:
     return lambda: attention_paged(q, *cache, plan=spelled, **options)
 
 
@@ -211,7 +191,7 @@ def _paged_rows(text: str, lengths: list[int], device: torch.device, options) ->
             print(f"  WRONG {report}", file=sys.stderr)
             continue
         call()
-        rows += _time(f"{problem} {name}", {"rowmax": call}, _bytes(problem, sum(keys)), device, options)
+        rows += time_rows(f"{problem} {name}", {"rowmax": call}, bytes_moved(problem, sum(keys)), device, options)
         del k, v
         torch.cuda.empty_cache()
     return rows
@@ -236,14 +216,14 @@ def _eight_bits(device: torch.device, options) -> list[dict]:
     scales = {"k_scale": scale, "v_scale": scale}
     heads = {"k_scale": scale[0].clone(), "v_scale": scale[0].clone()}
     calls = {
-        "rowmax 16 bits": _paged_call(q, (k, v, table, lengths)),
-        "rowmax 8 bits": _paged_call(q, (*small, table, lengths), **heads),
-        "rowmax 8 bits, scales of pages": _paged_call(q, (*small, table, lengths), **scales),
+        "rowmax 16 bits": paged_call(q, (k, v, table, lengths)),
+        "rowmax 8 bits": paged_call(q, (*small, table, lengths), **heads),
+        "rowmax 8 bits, scales of pages": paged_call(q, (*small, table, lengths), **scales),
     }
     for call in calls.values():
         call()
-    moved = _bytes(problem, problem.batch * problem.len_k)
-    rows = _time(f"{problem} and in 8 bits", calls, moved, device, options)
+    moved = bytes_moved(problem, problem.batch * problem.len_k)
+    rows = time_rows(f"{problem} and in 8 bits", calls, moved, device, options)
     for row in rows[1:]:  # half the bytes of keys and values
         row["bytes"] = moved - problem.batch * problem.len_k * problem.heads_k * (problem.dim_qk + problem.dim_v)
         row["gb_per_s"] = round(row["bytes"] / row["replay_us"] / 1e3)
@@ -262,7 +242,7 @@ def _shared_rows(device: torch.device, options) -> list[dict]:
     lengths = torch.full((problem.batch,), shared + own, dtype=torch.int32, device=device)
     q = torch.randn(problem.batch, 1, problem.heads_q, problem.dim_qk, device=device, dtype=problem.dtype)
     calls = {
-        "rowmax": _paged_call(q, (k, v, table, lengths)),
+        "rowmax": paged_call(q, (k, v, table, lengths)),
         "rowmax shared": lambda: attention_shared(q, k, v, table, lengths, shared // size),
     }
     plain, once = (call().float() for call in calls.values())
@@ -274,8 +254,8 @@ def _shared_rows(device: torch.device, options) -> list[dict]:
         print(f"  WRONG {wrong[0]}", file=sys.stderr)
         return []
     read = shared + problem.batch * own
-    rows = _time(f"{problem}, {shared} keys shared by all", calls, _bytes(problem, read), device, options)
-    rows[0]["bytes"] = _bytes(problem, problem.batch * (shared + own))
+    rows = time_rows(f"{problem}, {shared} keys shared by all", calls, bytes_moved(problem, read), device, options)
+    rows[0]["bytes"] = bytes_moved(problem, problem.batch * (shared + own))
     rows[0]["gb_per_s"] = round(rows[0]["bytes"] / rows[0]["replay_us"] / 1e3)
     print(
         f"  {rows[0]['replay_us'] / rows[1]['replay_us']:.2f} times as fast; bytes: {rows[0]['bytes'] / rows[1]['bytes']:.2f}"
@@ -283,7 +263,7 @@ def _shared_rows(device: torch.device, options) -> list[dict]:
     return rows
 
 
-def _time(text: str, calls: dict[str, Callable], moved: int, device: torch.device, options) -> list[dict]:
+def time_rows(text: str, calls: dict[str, Callable], moved: int, device: torch.device, options) -> list[dict]:
     """Rows of one shape: replays side by side, then the host's part of eager calls."""
     graphs = {}
     for name, call in calls.items():
@@ -332,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="numbers of shapes, from 0: '0,3'")
     parser.add_argument("--rest", action="store_true", help="what comes behind the eight shapes, alone")
     parser.add_argument("--sweep", action="store_true", help="tiles of the split-KV kernel instead of peers")
+    parser.add_argument("--build", default="", help="used by --sweep: '3/12' compiles one of twelve shares of its kernels")
     parser.add_argument("--top", type=int, default=8, help="how many tiles of a sweep to print")
     parser.add_argument("--seconds", type=float, default=0.5, help="for the replays of one shape")
     parser.add_argument("--time-limit", type=float, default=80.0, help="begin no shape after this many seconds")

@@ -19,7 +19,7 @@ APPEND, MERGE = "kernels/triton/append.py", "kernels/triton/merge.py"
 
 CASES = {  # spelling, queries and keys of each sequence, kind, tile, scales of pages
     "one": ("b2 h4/2 q1 k48 d16 fp32 causal paged16", [(1, 40), (1, 17)], "normal", "16x16 w4 s1 x3", False),
-    "shares": ("b2 h2/2 q1 k288 d16 fp32 causal paged32", [(1, 17), (1, 280)], "normal", "16x16 w4 s1 p4", False),
+    "shares": ("b2 h2/2 q1 k288 d16 fp32 causal paged32", [(1, 17), (1, 280)], "normal", "16x16 w4 s1 p8", False),
     "few": ("b1 h4/2 q3 k48 d16 fp32 causal paged8", [(3, 45)], "probe", "16x16 w4 s1 x2", False),
     "packed": ("b3 h2/1 q8 k32 d16 fp32 causal packed paged16", [(5, 20), (0, 5), (3, 18)], "probe", "16x16 w4 s1 x1", False),
     "window": ("b1 h2/1 q3 k48 d16 fp32 window(10,3) paged16", [(3, 45)], "probe", "16x16 w4 s1 x1", False),
@@ -27,6 +27,8 @@ CASES = {  # spelling, queries and keys of each sequence, kind, tile, scales of 
     "heads": ("b1 h4/2 q1 k32 d16 fp16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", False),
     "pages": ("b1 h4/2 q1 k32 d16 fp16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", True),
     "small pages": ("b1 h4/2 q1 k30 d16 fp16 causal paged5 e4m3", [(1, 28)], "normal", "16x16 w4 s1 x1", True),
+    "halves": ("b1 h4/2 q1 k32 d16 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", False),
+    "halves of pages": ("b1 h4/2 q1 k32 d16 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", True),
     "fixed": ("b1 h2 q1 k48 d16 fp32 causal paged16 invariant", [(1, 43)], "normal", "16x16 w4 s1 c2", False),
 }
 
@@ -82,8 +84,8 @@ MUTANTS = {  # name -> case, file, old, new, how often old occurs
         1,
     ),
     "slots of parts run on": ("shares", PARTS, "(slots + line - before).to(tl.int64)", "line.to(tl.int64)", 1),
-    "last parts alone": ("one", COMBINE, "tl.range(0, here,", "tl.range(1, here,", 1),
-    "parts of another head": ("one", COMBINE, "tl.cast(part, tl.int64) * heads_k", "tl.cast(part, tl.int64)", 1),
+    "last parts alone": ("one", COMBINE, "range(0, here,", "range(1, here,", 1),
+    "parts of another head": ("one", COMBINE, "tl.int64) * heads_k, 0", "tl.int64), 0", 1),
     "maximum for sum": ("one", COMBINE, "tl.load(part_ptr + line + behind,", "tl.load(part_ptr + line,", 1),
     "combined rows of one token": ("few", COMBINE, "tokens = begin + row // GROUP", "tokens = begin + row * 0", 1),
     "sum not rescaled": ("one", PARTS, "tl.fma(l_j, other, l * mine)", "tl.fma(l_j, other, l)", 1),
@@ -99,6 +101,15 @@ MUTANTS = {  # name -> case, file, old, new, how often old occurs
     ),
     "scales of the page behind": ("pages", DECODE, "return tl.load(scales + ids * heads_k)", "return tl.load(scales + ids)", 1),
     "scales of small pages": ("small pages", DECODE, "tl.load(scales + ids * heads_k, mask", "tl.load(scales + ids, mask", 1),
+    "queries in fp16 not scaled back": ("halves", DECODE, "s *= row_scale", "s *= 1.0", 1),
+    "weights in fp16 not scaled back": ("halves", DECODE, "acc += o * (1.0 / HALVES)", "acc += o", 1),
+    "values under halves not scaled": (
+        "halves of pages",
+        DECODE,
+        "(scales_of(v_scales, ids,",
+        "1.0 / (scales_of(v_scales, ids,",
+        1,
+    ),
     "values not scaled": ("pages", DECODE, "p *= scales_of(", "p *= 1.0 + 0.0 * scales_of(", 1),
     "sink of another head": (
         *("sink", COMBINE, "tl.load(sink_ptr + heads, mask=real, other=0.0)"),

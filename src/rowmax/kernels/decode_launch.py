@@ -26,6 +26,7 @@ from rowmax.problem import Operands, Problem
 PIECE = 16  # rows of a combine program, of tiles with more
 LARGE_PAGE = 256  # slots; sizes of larger pages are run-time numbers: a contiguous cache is one page a sequence
 WIDE = 4096  # of elements that a combine program holds
+PARTS_AT_ONCE = 16  # that a combine program loads together
 
 
 def has_work(problem: Problem) -> bool:
@@ -87,6 +88,7 @@ def calls(
     q_strides, o_strides = _row_strides(q, problem), _row_strides(out, problem)
     several = problem.packed or problem.len_q > 1
     shared = block_d == block_dv and _first_columns(v, k)
+    alike = shared or _strides(k) == _strides(v)  # rows of both lie equally far apart
     pages = k.shape[0] if paged else 0
     page_size = problem.page_size if isinstance(problem, PagedProblem) else 0
     batch_block = triton.next_power_of_2(problem.batch) if tile.how == "p" else 0
@@ -100,7 +102,7 @@ def calls(
         *(problem.heads_q if problem.alibi == "batch" else 0, table.stride(0) if table is not None else 0),
         *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, page_size, parts_each, slots),
         *(part_rows(problem, tile), *shape),
-        *(page_size if page_size <= LARGE_PAGE else -math.gcd(page_size, LARGE_PAGE), shared, several),
+        *(page_size if page_size <= LARGE_PAGE else -math.gcd(page_size, LARGE_PAGE), shared, alike, several),
         *(least_turns(tile.block_n), batch_block, fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
         _by_page(k_scale, v_scale),
     )
@@ -112,12 +114,15 @@ def calls(
     rows = part_rows(problem, tile)
     piece = 1 if rows <= 16 else min(PIECE, max(WIDE // block_dv, 1))
     pieces = -(-rows // piece)
+    warps = max(min(piece * block_dv // 512, 4), 1)
+    each = max(piece * block_dv // (32 * warps), 1)  # numbers of a part that a thread holds
+    likely = -(-tile.parts // items) if tile.how == "p" else parts_each  # parts of an item
+    at_once = max(min(triton.next_power_of_2(likely), PARTS_AT_ONCE, 64 // each), 1)
     numbers = (
         *(*none[1:], o_strides, _bounded(problem), *sizes, parts_each, slots, rows, pieces),
         *(problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv),
-        *(piece, least_turns(tile.block_n), batch_block, fixed, early),
+        *(piece, least_turns(tile.block_n), batch_block, fixed, early, at_once),
     )
-    warps = max(min(piece * block_dv // 512, 4), 1)
     tensors = (out, lse, parts, lengths, cu, *scores[1:])
     return decode, Call(combine_kernel, items * pieces, tensors, numbers, Tile(piece, 1, warps, 1), early)
 

@@ -20,8 +20,10 @@ def combine_kernel(
     band, batch, heads_k, tiles, len_q, len_k, parts, slots, part_rows, pieces,
     GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program for ROWS rows of an item, which has `pieces` of them; the tensors are those of `decode_kernel`."""
+    """One program for ROWS rows of an item, which has `pieces` of them; the tensors are those of `decode_kernel`. `AT_ONCE`:
+    parts whose loads are under way together: one after another, 32 parts waited for 32 answers of the cache."""
     pid = tl.program_id(0)
     piece = pid % pieces
     head = pid // pieces % heads_k
@@ -46,14 +48,19 @@ def combine_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for part in tl.range(0, here, loop_unroll_factor=4):
-        at = clamp(slot + tl.cast(part, tl.int64) * heads_k, 0, slots - 1)
-        line = at * part_rows + inside
-        acc_j = tl.load(part_ptr + line[:, None] * DIM_V + dims[None, :], mask=mask, other=0.0)
-        line += behind * DIM_V
-        m_j = tl.load(part_ptr + line, mask=real, other=float("-inf"))
-        l_j = tl.load(part_ptr + line + behind, mask=real, other=0.0)
-        acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
+    for first_part in range(0, here, AT_ONCE):
+        loaded = ()
+        for i in tl.static_range(AT_ONCE):
+            there = first_part + i < here  # a part that is not there leaves acc, m and l as they are
+            at = clamp(slot + tl.cast(first_part + i, tl.int64) * heads_k, 0, slots - 1)
+            line = at * part_rows + inside
+            acc_j = tl.load(part_ptr + line[:, None] * DIM_V + dims[None, :], mask=mask & there, other=0.0)
+            line += behind * DIM_V
+            m_j = tl.load(part_ptr + line, mask=real & there, other=float("-inf"))
+            loaded += (acc_j, m_j, tl.load(part_ptr + line + behind, mask=real & there, other=0.0))
+        tl.debug_barrier()  # the compiler would put a load behind what is done with those in front of it
+        for i in tl.static_range(AT_ONCE):
+            acc, m, l = join(acc, m, l, loaded[3 * i], loaded[3 * i + 1], loaded[3 * i + 2])
     tokens = begin + row // GROUP
     heads = head * GROUP + row % GROUP
     if sink_ptr is not None:

@@ -14,6 +14,8 @@ from rowmax.kernels.tile_ops import add_sink, any_of, bend, clamp, finish, guard
 from rowmax.kernels.triton.parts import find_part, fixed_parts, join, key_span, keys_of, queries_of
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+OPAQUE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembler
+HALVES: tl.constexpr = tl.constexpr(32768.0)  # what weights are multiplied by to be fp16
 
 
 @triton.jit
@@ -61,16 +63,54 @@ def load_rows(base, offsets, there, FIRST: tl.constexpr, DIM: tl.constexpr, COLS
 
 
 @triton.jit
+def widen(x, dtype: tl.constexpr):
+    """Exact. e4m3 becomes fp16 in one instruction for two numbers, and bf16 by way of it: the direct way takes an instruction a
+    number that runs at an eighth of the others' rate. Before it is widened it must not go into the layout of a product's
+    operand, where bytes are loaded one by one: Triton moves that layout in front of all that it knows to be elementwise.
+    """
+    if x.dtype == tl.float8e4nv:
+        if OPAQUE:
+            x = tl.inline_asm_elementwise(
+                """{
+                .reg .b16 low, high;
+                mov.b32 {low, high}, $2;
+                cvt.rn.f16x2.e4m3x2 $0, low;
+                cvt.rn.f16x2.e4m3x2 $1, high;
+                }""",
+                "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
+            )  # fmt: skip
+        else:
+            x = x.to(tl.float16)
+        if dtype == tl.bfloat16:
+            x = x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def into_halves(q):
+    """`(q 2^e in fp16, 2^-e)`, e for each row so that its largest finite number is between 2^14 and 2^15: what is lost are
+    numbers 2^39 times smaller than it. fp16 is what e4m3 is cheaply widened to."""
+    x = q.to(tl.float32)
+    size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+    power = clamp(14.0 - tl.floor(tl.log2(tl.maximum(tl.max(size, 1), 1e-30))), -112.0, 112.0)
+    return (x * tl.exp2(power)[:, None]).to(tl.float16), tl.exp2(-power)
+
+
+@triton.jit
 def _walk(
     acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2,
-    pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
+    pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, ALIKE: tl.constexpr, GUARDED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys `[low, high)`, counted from `start`. Page ids are loaded in the turn that needs them, by its place in the
     source: Triton then pipelines them ahead of the keys. Carried over from the turn before, they keep it from pipelining any.
-    `k_scales`, `v_scales`: None, or of each page, `heads_k` apart.
+    `k_scales`, `v_scales`: None, or of each page, `heads_k` apart. `row_scale`: None, or what scores of q in fp16 are to be
+    multiplied by.
     """
+    dtype: tl.constexpr = tl.bfloat16 if row_scale is not None else q.dtype
+    halves: tl.constexpr = row_scale is not None and (v_scales is None or PAGE % BLOCK_N == 0) and not GUARDED
     for turn in tl.range(low, high, num_stages=STAGES):
         col = start + turn * BLOCK_N
         cols = col + tl.arange(0, BLOCK_N)
@@ -79,12 +119,18 @@ def _walk(
         if PAGE:
             ids = page_ids(table, col, end, pages, page_size, PAGE, BLOCK_N)
         k_rows = key_offsets(ids, col, k_strides, page_size, PAGE, BLOCK_N)
-        v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
-        k = load_rows(k_base, k_rows, there, 0, DIM, BLOCK_D).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+        v_rows = k_rows
+        if not ALIKE:
+            v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
+        k = load_rows(k_base, k_rows, there, 0, DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        k = widen(k, q.dtype)
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if BLOCK_D2:
-            k2 = load_rows(k_base, k_rows, there, BLOCK_D, DIM, BLOCK_D2).to(q.dtype)
+            k2 = load_rows(k_base, k_rows, there, BLOCK_D, DIM, BLOCK_D2)
+            k2 = widen(k2, q.dtype)
             s = tl.dot(q2, k2.T, s, input_precision="ieee")
+        if row_scale is not None:
+            s *= row_scale
         if k_scales is not None:
             s *= scales_of(k_scales, ids, there, heads_k, PAGE, BLOCK_N)
         seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
@@ -94,27 +140,35 @@ def _walk(
             s, _ = bend(s, tokens[:, None], cols[None, :], shift, scale_log2, cap, slopes_log2)
         s = tl.where(seen, s, float("-inf"))
         p, m, l, alpha = online_step(s, m, l, 1.0)
-        if v_scales is not None:
-            p *= scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N)
         acc = acc * alpha[:, None]
         if SHARED:
             v = k
         else:
-            v = load_rows(v_base, v_rows, there, 0, DIM_V, BLOCK_DV).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
-        if GUARDED:
-            acc = guarded_dot(p, v, seen & there[None, :], acc)
+            v = load_rows(v_base, v_rows, there, 0, DIM_V, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        if halves:  # p in fp16 keeps what is 2^-39 and more of the largest
+            o = tl.dot((p * HALVES).to(tl.float16), widen(v, tl.float16), input_precision="ieee")
+            if v_scales is None:
+                acc += o * (1.0 / HALVES)
+            else:
+                acc += o * (scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N) * (1.0 / HALVES))
         else:
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            if v_scales is not None:
+                p *= scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N)
+            v = widen(v, dtype)
+            if GUARDED:
+                acc = guarded_dot(p, v, seen & there[None, :], acc)
+            else:
+                acc = tl.dot(p.to(dtype), v, acc, input_precision="ieee")
     return acc, m, l
 
 
 @triton.jit
 def _part(
     q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2, pages,
-    page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
+    page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, SEVERAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, ALIKE: tl.constexpr,
+    SEVERAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(acc, m, l) of the rows over tiles of keys `[low, high)`, counted from `start`."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -122,8 +176,8 @@ def _part(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     acc, m, l = _walk(
         acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band,
-        scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
-        DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, False, STAGES,
+        scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
+        DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, ALIKE, False, STAGES,
     )  # fmt: skip
     if SEVERAL:
         if any_of(acc != acc) > 0:  # perhaps a NaN or infinity of V that not every row sees
@@ -134,8 +188,8 @@ def _part(
             small: tl.constexpr = BLOCK_N // few
             acc, m, l = _walk(
                 acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
-                keys, shift, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
-                DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, True, 1,
+                keys, shift, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
+                DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, ALIKE, True, 1,
             )  # fmt: skip
     return acc, m, l
 
@@ -155,11 +209,12 @@ def decode_kernel(
     table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, page_size, parts, slots, part_rows,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
-    SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, BY_PAGE: tl.constexpr,
+    ALIKE: tl.constexpr, SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, BY_PAGE: tl.constexpr,
 ):  # fmt: skip
     """`PAGE`: slots of a page; 0: none; below 0, of large pages, what divides both their size and BLOCK_N, so that one build
     serves all sizes. `BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k.
+    `ALIKE`: k and v have the same strides.
     `SEVERAL`: a row tile may hold queries that see different keys. `FIXED`: tiles of keys in every part, so that a sequence has
     the same parts whatever else there is; without memory for partial results a program takes all parts of its rows in turn.
     `EARLY`: the combine kernel may be launched before this one has ended. `BY_PAGE`: each page has scales of its own."""
@@ -203,6 +258,11 @@ def decode_kernel(
     q2 = q
     if BLOCK_D2:
         q2 = load_rows(q_base, q_rows, real, BLOCK_D, DIM, BLOCK_D2)
+    row_scale = None
+    if k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty == tl.bfloat16 and BLOCK_D2 == 0:
+        q, back = into_halves(q)
+        q2 = q
+        row_scale = back[:, None]
     of_head = tl.cast(head, tl.int64)
     k_scales = None
     v_scales = None
@@ -234,15 +294,15 @@ def decode_kernel(
             high = tl.minimum((number + 1) * FIXED - start // BLOCK_N, turns)
             acc_j, m_j, l_j = _part(
                 q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-                keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
-                DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
+                keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
+                DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, ALIKE, SEVERAL, STAGES,
             )  # fmt: skip
             acc, m, l = join(acc, m, l, acc_j, m_j, l_j)
     else:
         acc, m, l = _part(
             q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
-            keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2,
-            DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, SEVERAL, STAGES,
+            keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
+            DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, ALIKE, SEVERAL, STAGES,
         )  # fmt: skip
     if not BY_PAGE:
         if v_scale_ptr is not None:

@@ -9,6 +9,9 @@ import triton.language as tl
 
 from rowmax.kernels.tile_ops import clamp, end_key, first_key
 
+SIZES: tl.constexpr = tl.constexpr(16)  # of parts that are weighed, up to twice the least
+TO_BEGIN: tl.constexpr = tl.constexpr(2)  # tiles of keys in whose time a part begins and ends
+
 
 @triton.jit
 def keys_of(seqlens, b, most):
@@ -74,7 +77,8 @@ def shares(
 ):  # fmt: skip
     """For every sequence, `[BATCH]`: `(its number, row tiles, parts of each)`; of all heads together about `programs` parts.
 
-    A part has the same number of key tiles for all, so that long sequences have many. Sequences without rows have no parts.
+    A part has the same number of key tiles at most for all, so that long sequences have many; the number is that of SIZES by
+    which the programs would end first. Sequences without rows have no parts.
     """
     b = tl.arange(0, BATCH)
     there = b < batch
@@ -90,8 +94,15 @@ def shares(
         seen = tl.minimum(keys, band.left + band.right + 1 + tl.minimum(queries, (BLOCK_M + GROUP - 1) // GROUP))
     turns = tl.cdiv(seen, BLOCK_N)
     work = tl.sum(tiles.to(tl.int64) * turns, 0) * heads_k
-    turns_of_part = tl.maximum(tl.cdiv(work, programs), LEAST).to(tl.int32)
-    return b, tiles, tl.maximum(tl.cdiv(turns, turns_of_part), 1)
+    least = tl.maximum(tl.minimum(tl.cdiv(work, programs), tl.max(turns, 0)), LEAST).to(tl.int32)
+    # Larger parts may be fewer than programs run beside each other, where parts of the least size are a few more.
+    size = least[None] + least[None] * tl.arange(0, SIZES) // SIZES
+    parts = tl.maximum(tl.cdiv(turns[None, :], size[:, None]), 1)  # [SIZES, BATCH]
+    count = tl.sum(tiles[None, :] * parts, 1) * heads_k
+    alone = size + TO_BEGIN
+    time = tl.where(count <= programs, alone, tl.cdiv(work + TO_BEGIN * count.to(tl.int64), programs) + alone)
+    best = tl.min(tl.where(time == tl.min(time, 0), size, 2 * least), 0)
+    return b, tiles, tl.maximum(tl.cdiv(turns, best), 1)
 
 
 @triton.jit
