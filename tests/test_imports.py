@@ -31,7 +31,7 @@ ALLOWED = {
     "analysis": {"analysis", "plan", "problem", "paged", "mask", "device", "numerics", "errors"},
     "ops": {"cpu", "plan", "problem", "mask", "device", "numerics", "errors"},
     "ops_scored": {"ops", "plan", "problem", "device"},
-    "ops_masked": {"ops", "plan", "problem", "device"},
+    "ops_masked": {"ops", "plan", "problem", "mask", "device"},
     "second_order": {"cpu", "plan", "problem", "mask"},
     "ops_second": {"ops", "second_order", "problem"},
     "eager": {"ops"},

@@ -6,6 +6,7 @@ import torch
 
 from rowmax.eager import Prepared, forward_without_gradient
 from rowmax.errors import ProblemError
+from rowmax.mask import pattern
 from rowmax.ops import FORWARD, in_forward_mode
 from rowmax.ops_masked import FORWARD_MASKED
 from rowmax.ops_scored import FORWARD_SCORED
@@ -24,6 +25,9 @@ def attention(
     *,
     causal: bool = False,
     window: Optional[Window] = None,
+    sink_tokens: Optional[int] = None,
+    prefix: Optional[int] = None,
+    chunk: Optional[int] = None,
     scale: Optional[float] = None,
     softcap: Optional[float] = None,
     alibi_slopes: Optional[torch.Tensor] = None,
@@ -47,6 +51,11 @@ def attention(
         v: `[B, Tk, Hk, Dv]`; Dv may differ from D.
         causal: query i sees keys j <= i + Tk - Tq: the last query sees the last key (bottom-right alignment).
         window: `(left, right)` keys kept on each side of that diagonal, self included; `None` on a side is no limit.
+        chunk: query i sees keys of its own chunk only, of those numbers j with `j // chunk == (i + Tk - Tq) // chunk` (Llama 4;
+            blocks on the diagonal without `causal`).
+        sink_tokens: the first so many keys stay visible left of a window or of a chunk (StreamingLLM); not to queries before
+            them, if `causal`. Without either they change nothing.
+        prefix: the first so many keys are visible to every query (prefix-LM, with `causal`), whatever else is said here.
         scale: factor on the scores, any finite number; `None` is `1/sqrt(D)`.
         softcap: c > 0 makes a scaled score s into `c tanh(s / c)`, in natural units, at most 1e30; `None` and 0 are none.
         alibi_slopes: `[Hq]` or `[B, Hq]`, floating point: adds `-slope * |i + Tk - Tq - j|` to the score of query i and key j,
@@ -84,11 +93,13 @@ def attention(
         Unsupported: no algorithm can run the call on this device; lists every candidate's reason.
 
     Method: FlashAttention-2 (Dao 2023, section 3.1), after the online softmax of Milakov and Gimelshein (2018). Soft-cap:
-    Gemma 2 (2024, section 2); ALiBi: Press et al. (2022); sinks as in gpt-oss (2025), after Xiao et al. (2023).
+    Gemma 2 (2024, section 2); ALiBi: Press et al. (2022); sinks as in gpt-oss (2025), after Xiao et al. (2023), who keep the
+    first tokens (section 3.2); prefix-LM: Raffel et al. (2020, section 3.2.1).
     """
     scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
-    if bias is not None or mask is not None or dropout_p:
-        scores = (*(scores or (None,) * 3), bias, mask, seed, dropout_p)
+    seen = () if sink_tokens is prefix is chunk is None else _seen(causal, window, sink_tokens, prefix, chunk)
+    if bias is not None or mask is not None or dropout_p or seen:
+        scores = (*(scores or (None,) * 3), bias, mask, seed, dropout_p, *seen)
     if seqlens_q is not None or seqlens_k is not None or leftpad_k is not None:
         lengths = Lengths(seqlens_q, seqlens_k, leftpad_k)
         if bias is not None or mask is not None:
@@ -111,6 +122,9 @@ def attention_varlen(
     max_seqlen_k: Optional[int] = None,
     causal: bool = False,
     window: Optional[Window] = None,
+    sink_tokens: Optional[int] = None,
+    prefix: Optional[int] = None,
+    chunk: Optional[int] = None,
     scale: Optional[float] = None,
     softcap: Optional[float] = None,
     alibi_slopes: Optional[torch.Tensor] = None,
@@ -137,8 +151,9 @@ def attention_varlen(
     """
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
     scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
-    if dropout_p:
-        scores = (*(scores or (None,) * 3), None, None, seed, dropout_p)
+    seen = () if sink_tokens is prefix is chunk is None else _seen(causal, window, sink_tokens, prefix, chunk)
+    if dropout_p or seen:
+        scores = (*(scores or (None,) * 3), None, None, seed, dropout_p, *seen)
     return _call(
         q,
         k,
@@ -287,9 +302,9 @@ def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink
     softcap = softcap if type(softcap) is float else 0.0 if softcap is None else _number("softcap", softcap)
     call = (return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink)
     if more:
-        bias, mask, seed, dropout_p = more
+        bias, mask, seed, dropout_p, *seen = more
         dropout_p = _number("dropout_p", dropout_p)
-        out, lse = FORWARD_MASKED(*call, bias, mask, _seed(seed, q.device, dropout_p), *numbers, softcap, dropout_p)
+        out, lse = FORWARD_MASKED(*call, bias, mask, _seed(seed, q.device, dropout_p), *numbers, softcap, dropout_p, *seen)
     else:
         out, lse = FORWARD_SCORED(*call, *numbers, softcap)
     return (out, lse) if return_lse else out
@@ -353,6 +368,15 @@ def _band(causal: bool, window: Optional[Window]):
         raise ProblemError(f"window must be None for no limit or a distance of at least 0 on each side; got {window!r}.")
     left, right = (None if type(side) is int and side >= _NO_LIMIT else side for side in (left, right))
     return left, (0 if causal else right)
+
+
+def _seen(causal: bool, window: Optional[Window], sink_tokens, prefix, chunk) -> tuple:
+    """What a `mask.Pattern` has beside its sides; empty where a window says the same."""
+    for name, value in (("sink_tokens", sink_tokens), ("prefix", prefix), ("chunk", chunk)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+            raise ProblemError(f"{name} must be an integer or None; got {value!r} of type {type(value).__name__}.")
+    left, right = _band(causal, window)
+    return pattern(left, right, sink_tokens, prefix, chunk)[2:]
 
 
 def _hint(name: str, value):

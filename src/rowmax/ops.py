@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rowmax import cpu
 from rowmax.device import Device
 from rowmax.errors import Unsupported
-from rowmax.mask import Band, visible_pairs
+from rowmax.mask import pattern, visible_pairs
 from rowmax.plan import plan
 from rowmax.problem import Operands, Problem, aligned
 
@@ -279,10 +279,10 @@ _LIBRARY.impl("backward", _backward_autograd, "Autograd")
 # ---- FLOPs ---------------------------------------------------------------------------------------------------------
 
 
-def _matmul_flops(q_shape, k_shape, v_shape, left, right, cu_seqlens, times_qk: int, times_v: int) -> int:
+def _matmul_flops(q_shape, k_shape, v_shape, left, right, cu_seqlens, times_qk: int, times_v: int, *more) -> int:
     """2 x visible pairs x (times_qk * dim_qk + times_v * dim_v). Lengths in `cu_seqlens` are data: one sequence is assumed."""
     *batch, len_q, heads, dim_qk = q_shape
-    pairs = visible_pairs(len_q, k_shape[-3], Band(left, right)) * heads * (batch[0] if batch else 1)
+    pairs = visible_pairs(len_q, k_shape[-3], pattern(left, right, *more)) * heads * (batch[0] if batch else 1)
     return 2 * pairs * (times_qk * dim_qk + times_v * v_shape[-1])
 
 

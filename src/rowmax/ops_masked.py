@@ -11,12 +11,14 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from rowmax import ops
+from rowmax.mask import Pattern, pattern
 from rowmax.problem import Operands, Problem
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? slopes, Tensor? sink, Tensor? bias, "
     "Tensor? mask, Tensor? seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, SymInt? left, SymInt? right, "
-    "bool deterministic, str plan, float softcap, float dropout_p"
+    "bool deterministic, str plan, float softcap, float dropout_p, "
+    "SymInt? sink_tokens=None, SymInt? prefix=None, SymInt? chunk=None"
 )
 _TENSORS = 10  # of them come first
 _SINK, _BIAS = 6, 7  # which have gradients, beside the first three
@@ -33,7 +35,7 @@ BACKWARD_MASKED = torch.ops.rowmax.backward_masked.default
 def _describe(*call):
     # Kernels read them without strides.
     tensors = [None if t is None else t.contiguous() for t in call[3:_BIAS]]
-    max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _, softcap, dropout_p = call[_TENSORS:]
+    max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _, softcap, dropout_p, *seen = call[_TENSORS:]
     operands = Operands(*call[:3], *tensors, *call[_BIAS:_TENSORS])
     problem = Problem.describe(
         operands,
@@ -45,8 +47,14 @@ def _describe(*call):
         deterministic=deterministic,
         softcap=softcap,
         dropout=dropout_p,
+        **_named(seen),
     )
     return problem, operands
+
+
+def _named(seen) -> dict:
+    """What a `mask.Pattern` has beside its sides; torch leaves the last arguments out where they are None."""
+    return dict(zip(Pattern._fields[2:], seen, strict=False))
 
 
 for _key in ("CPU", "CUDA"):
@@ -153,5 +161,5 @@ def _backward_flops(needs, grad_out, grad_lse, out, lse, *call, out_shape=None, 
 
 def _flops(call, times_qk: int, times_v: int) -> int:
     q, k, v, cu_seqlens = call[:4]
-    left, right = call[_TENSORS + 3 : _TENSORS + 5]
-    return ops._matmul_flops(q, k, v, left, right, cu_seqlens, times_qk, times_v)
+    band = pattern(*call[_TENSORS + 3 : _TENSORS + 5], **_named(call[_TENSORS + 10 :]))
+    return ops._matmul_flops(q, k, v, *band[:2], cu_seqlens, times_qk, times_v, *band[2:])

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, Optional
 import torch
 
 from rowmax.errors import ProblemError
-from rowmax.mask import Band
+from rowmax.mask import AnyBand, Band, Pattern, pattern
 from rowmax.scores import GIVEN_FOR, check_scores, check_seed, given_for
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -65,7 +65,7 @@ class Problem:
         len_q, len_k: tokens a sequence; for a packed problem, tokens of all sequences together.
         dim_qk, dim_v: head dimension of q and k, and of v and the output (1 to 256).
         dtype: of q, k, v and the output.
-        band: what each query sees.
+        band: what each query sees; a `mask.Pattern` where a window does not say it.
         scale: factor on the scores before the softmax; any finite number.
         packed: sequences of different lengths stored one after another.
         max_len_q, max_len_k: hints for the plan of a packed problem. A wrong hint costs time, never correctness.
@@ -87,7 +87,7 @@ class Problem:
     dim_qk: int
     dim_v: int
     dtype: torch.dtype
-    band: Band = Band()
+    band: AnyBand = Band()
     scale: float = math.nan  # replaced by 1/sqrt(dim_qk)
     packed: bool = False
     max_len_q: Optional[int] = None
@@ -106,6 +106,11 @@ class Problem:
     def __post_init__(self):
         if self.scale != self.scale and self.dim_qk > 0:
             object.__setattr__(self, "scale", self.dim_qk**-0.5)
+        if len(self.band) > 2:
+            for name, value, least in zip(self.band._fields[2:], self.band[2:], (0, 0, 1), strict=True):
+                if value is not None and value < least:
+                    raise ProblemError(f"{name} must be at least {least}, or None for none; got {value}.")
+            object.__setattr__(self, "band", pattern(*self.band))
         if self.heads_k < 1 or self.heads_q % self.heads_k:
             raise ProblemError(
                 f"heads_q must be a multiple of heads_k, at least 1; got heads_q={self.heads_q}, heads_k={self.heads_k} "
@@ -153,6 +158,11 @@ class Problem:
         return not (self.softcap or self.alibi or self.sink or self.pairs or self.dropout)
 
     @property
+    def windowed(self) -> bool:
+        """A query sees one window around itself: there are no sink tokens, no prefix and no chunks."""
+        return len(self.band) == 2
+
+    @property
     def pairs(self) -> bool:
         """Something is read for every pair of a query and a key."""
         return bool(self.bias or self.mask)
@@ -181,11 +191,12 @@ class Problem:
         dims = f"d{self.dim_qk}" + (f"/{self.dim_v}" if self.dim_v != self.dim_qk else "")
         words = [f"b{self.batch}", heads, f"q{self.len_q}", f"k{self.len_k}", dims]
         words.append(DTYPE_NAMES.get(self.dtype, str(self.dtype)))
-        if self.band == Band(None, 0):
+        if self.band[:2] == (None, 0):
             words.append("causal")
-        elif self.band != Band():
-            left, right = ("inf" if side is None else side for side in self.band)
+        elif self.band[:2] != (None, None):
+            left, right = ("inf" if side is None else side for side in self.band[:2])
             words.append(f"window({left},{right})")
+        words += [f"{name}={n}" for name, n in zip(self.band._fields[2:], self.band[2:], strict=True) if n is not None]
         if self.packed:
             words.append("packed")
         if self.max_len_q is not None:
@@ -215,9 +226,15 @@ class Problem:
             ProblemError: a word that is not part of the spelling, or a missing one.
         """
         found: dict = {}
+        more: dict = {}
         for word in text.split():
-            for pattern, read in (*_WORDS, *cls.more_words):
-                if match := re.fullmatch(pattern, word):
+            if match := re.fullmatch(r"(sink_tokens|prefix|chunk)=(\d{1,18})", word):
+                if match[1] in more:
+                    raise ProblemError(f"'{word}' gives {match[1]} a second time in '{text}'.")
+                more[match[1]] = int(match[2])
+                continue
+            for form, read in (*_WORDS, *cls.more_words):
+                if match := re.fullmatch(form, word):
                     for name, value in read(match).items():
                         other = found.get(name)
                         if isinstance(value, Band) and isinstance(other, Band) and Band(None, 0) in (value, other):
@@ -238,6 +255,8 @@ class Problem:
         missing = [word for word, name in _REQUIRED.items() if found.get(name) is None]
         if missing:
             raise ProblemError(f"'{text}' lacks {', '.join(missing)}. An example with every word: {_EXAMPLE}")
+        if more:
+            found["band"] = Pattern(*found.get("band", Band()), **more)
         return cls(**found)
 
     def with_(self, **changes) -> "Problem":
@@ -259,6 +278,9 @@ class Problem:
         deterministic: bool = False,
         softcap: float = 0.0,
         dropout: float = 0.0,
+        sink_tokens: Optional[int] = None,
+        prefix: Optional[int] = None,
+        chunk: Optional[int] = None,
     ) -> "Problem":
         """Validate tensors and arguments and name every dimension. Keeps no tensor and reads no device memory.
 
@@ -283,15 +305,16 @@ class Problem:
             call = (*call, "", "", dropout)
         if dropout or operands.seed is not None:
             check_seed(operands, dropout)
+        more = {} if sink_tokens is prefix is chunk is None else {"more": (sink_tokens, prefix, chunk)}
         try:
-            return _describe(*call)  # type: ignore[arg-type]
+            return _describe(*call, **more)  # type: ignore[arg-type]
         except TypeError:  # symbolic sizes cannot be hashed
-            return _describe.__wrapped__(*call)
+            return _describe.__wrapped__(*call, **more)
 
 
 _EXAMPLE = (
-    "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) packed maxq512 maxk512 scale=0.1 softcap=30.0 alibi sink "
-    "dropout=0.1 deterministic', if not packed also 'bias(hqk) mask(bk)'"
+    "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) sink_tokens=4 prefix=64 chunk=8192 packed maxq512 maxk512 scale=0.1 "
+    "softcap=30.0 alibi sink dropout=0.1 deterministic', if not packed also 'bias(hqk) mask(bk)'"
 )
 _REQUIRED = {"h<heads>": "heads_q", "q<len>": "len_q", "d<dim>": "dim_qk", "<dtype>": "dtype"}
 
@@ -331,7 +354,7 @@ _WORDS = (
 @lru_cache(maxsize=4096)
 def _describe(
     cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, sink,
-    bias="", mask="", dropout=0.0,
+    bias="", mask="", dropout=0.0, more=(),
 ) -> Problem:  # fmt: skip
     """The part of `describe` that depends on shapes and numbers only, so that repeated calls are a dictionary lookup."""
     packed = batch is not None
@@ -380,7 +403,7 @@ def _describe(
         dim_qk,
         dim_v,
         dtype,
-        Band(left, right),
+        Pattern(left, right, *more) if more else Band(left, right),
         math.nan if scale is None else float(scale),
         packed,
         max_len_q,

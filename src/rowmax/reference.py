@@ -7,16 +7,33 @@ mistake in the mask geometry or the softmax cannot hide in both. Pass fp64 tenso
 import torch
 
 
-def visible(len_q: int, len_k: int, left=None, right=None, device=None, rows=None) -> torch.Tensor:
-    """Boolean `[len_q, len_k]`: does query i see key j? The last query is aligned with the last key. `rows`: only those."""
+def visible(
+    len_q: int, len_k: int, left=None, right=None, sink_tokens=None, prefix=None, chunk=None, *, device=None, rows=None
+) -> torch.Tensor:
+    """Boolean `[len_q, len_k]`: does query i see key j? The last query is aligned with the last key. `rows`: only those.
+
+    Within a chunk of positions and the window; the left side of both hides none of the first `sink_tokens` keys, and nothing
+    hides the first `prefix` keys.
+    """
     i = (torch.arange(len_q, device=device) if rows is None else rows).unsqueeze(1)
     j = torch.arange(len_k, device=device).unsqueeze(0)
     distance = j - (i + len_k - len_q)
     seen = torch.ones(i.shape[0], len_k, dtype=torch.bool, device=device)
+    chunks = j * 0  # from the query's to the key's
+    if chunk is not None:
+        chunks = j // chunk - (i + len_k - len_q).div(chunk, rounding_mode="floor")
     if left is not None:
         seen &= distance >= -left
+    if chunk is not None:
+        seen &= chunks >= 0
+    if sink_tokens is not None:
+        seen |= j < sink_tokens
     if right is not None:
         seen &= distance <= right
+    if chunk is not None:
+        seen &= chunks <= 0
+    if prefix is not None:
+        seen |= j < prefix
     return seen
 
 
@@ -63,6 +80,9 @@ def attention(
     *,
     left=None,
     right=None,
+    sink_tokens=None,
+    prefix=None,
+    chunk=None,
     scale=None,
     seen=None,
     softcap=0.0,
@@ -77,6 +97,7 @@ def attention(
     Args:
         q: `[B, Tq, Hq, D]`; k: `[B, Tk, Hk, D]`; v: `[B, Tk, Hk, Dv]`.
         left, right: the window around the diagonal; `None` is no limit. Causal is `right=0`.
+        sink_tokens, prefix, chunk: of `visible`.
         seen: boolean `[Tq, Tk]` (or broadcastable to `[B, Hq, Tq, Tk]`) used instead of the window.
         softcap: c > 0 makes a scaled score s into c tanh(s / c).
         slopes: `[Hq]` or `[B, Hq]`, the bias of `alibi`; bias: any, broadcastable to `[B, Hq, Tq, Tk]`. Both are added after
@@ -92,7 +113,7 @@ def attention(
     group = q.shape[2] // k.shape[2]
     heads = torch.arange(q.shape[2], device=q.device) // group
     if seen is None:
-        seen = visible(q.shape[1], k.shape[1], left, right, q.device)
+        seen = visible(q.shape[1], k.shape[1], left, right, sink_tokens, prefix, chunk, device=q.device)
     scores = torch.einsum("bihd,bjhd->bhij", q, k[:, :, heads]) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -128,15 +149,16 @@ def _sees_any(seen, marked, like):
     return torch.einsum("bhij,bjhd->bihd", seen, marked.to(torch.float64)) > 0
 
 
-def attention_varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *, left=None, right=None, scale=None, softcap=0.0, slopes=None, sink=None
-):
-    """`(out, lse)` of packed attention, one sequence after another: out `[Tq, Hq, Dv]`, lse `[Hq, Tq]`."""
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, slopes=None, **common):
+    """`(out, lse)` of packed attention, one sequence after another: out `[Tq, Hq, Dv]`, lse `[Hq, Tq]`.
+
+    Args:
+        common: left, right, sink_tokens, prefix, chunk, scale, softcap and sink, as for `attention`.
+    """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf)
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs, lses, last = [], [], 0
-    common = {"left": left, "right": right, "scale": scale, "softcap": softcap, "sink": sink}
     for i in range(len(bounds_q) - 1):
         (q0, q1), (k0, k1) = bounds_q[i : i + 2], bounds_k[i : i + 2]
         own = None if slopes is None else slopes if slopes.dim() == 1 else slopes[i]

@@ -27,7 +27,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from rowmax.cpu.blocks import Chunks, Geometry, RowBlock, by_kv_head, fold
-from rowmax.mask import end_key, first_key
+from rowmax.mask import visible
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -228,7 +228,7 @@ class _Walk:
             distance = (i + shape.shift - j).abs_().to(x.dtype)
             by_row.sub_(self.chunk.slopes[..., None, None] * distance)
         if cols.start < block.full_start or cols.stop > block.full_end:
-            seen = (j >= first_key(i, shape.shift, band)) & (j < end_key(i, shape.shift, len_k, band))
+            seen = visible(i, j, shape.shift, len_k, band)
             by_row.masked_fill_(~seen, -torch.inf)
         # A weight is never above 1; rounding alone may lift a huge score over the LSE.
         return x.sub_(_take(block, self._lse, self)).clamp_(max=0.0).exp_(), u, gain, curve

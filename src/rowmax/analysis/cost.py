@@ -10,6 +10,7 @@ import torch
 
 from rowmax.mask import end_key, first_key, visible_pairs
 from rowmax.paged import PagedProblem
+from rowmax.plan.tile import early
 from rowmax.problem import Problem
 
 
@@ -55,4 +56,4 @@ def keys_seen(len_q: int, len_k: int, band) -> int:
         return 0
     shift = len_k - len_q
     start = min(max(first_key(0, shift, band), 0), len_k)
-    return max(min(max(end_key(len_q - 1, shift, len_k, band), 0), len_k) - start, 0)
+    return max(min(max(end_key(len_q - 1, shift, len_k, band), 0), len_k) - start, 0) + early(start, band)

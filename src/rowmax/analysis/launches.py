@@ -15,13 +15,13 @@ import torch
 from rowmax.analysis.cost import keys_seen, sequences
 from rowmax.analysis.occupancy import Block, blocks_at_once
 from rowmax.device import Device, Rates
-from rowmax.mask import Band, end_query, first_query
+from rowmax.mask import AnyBand, end_query, first_query
 from rowmax.paged import PagedProblem
 from rowmax.plan import Plan, hopper, resources, split_kv
 from rowmax.plan.generations import SOFTMAX_TILE, score_columns
 from rowmax.plan.hopper import HopperTile
 from rowmax.plan.split_kv import SplitTile
-from rowmax.plan.tile import Tile, key_ranges
+from rowmax.plan.tile import Tile, early, key_ranges
 from rowmax.plan.warp_split import WarpTile
 from rowmax.problem import Problem
 
@@ -104,20 +104,20 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     return builders[plan.algorithm](problem, device, rates, plan.tiles[0], known)
 
 
-def row_tasks(lengths: Lengths, heads: int, block_m: int, block_n: int, band: Band) -> list[tuple[int, int, int]]:
+def row_tasks(lengths: Lengths, heads: int, block_m: int, block_n: int, band: AnyBand) -> list[tuple[int, int, int]]:
     """`(heads, turns, masked turns)` of each row tile, the last of a sequence first, equal neighbours together."""
     found: list[tuple[int, int, int]] = []
     known: dict = {}
     for length in lengths:
         if length not in known:
             known[length] = [
-                (end - start, full_start - start + end - full_end)
+                (end - start, full_start - start + end - full_end, -(-early(start, band) // block_n))
                 for row in range(0, length[0], block_m)
                 for start, full_start, full_end, end in [key_ranges(row, block_m, *length, block_n, band)]
             ]
-        for keys, masked in reversed(known[length]):
+        for keys, masked, before in reversed(known[length]):
             turns = -(-keys // block_n)
-            found.append((heads, turns, min(-(-masked // block_n), turns)))
+            found.append((heads, turns + before, min(-(-masked // block_n), turns) + before))
     return found
 
 
@@ -313,7 +313,7 @@ def _kv_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, length
     ]  # fmt: skip
 
 
-def _query_turns(len_q: int, len_k: int, tile: Tile, band: Band) -> tuple[int, int]:
+def _query_turns(len_q: int, len_k: int, tile: Tile, band: AnyBand) -> tuple[int, int]:
     """Turns of FlashAttention-1 over one head, and those with a mask."""
     turns = masked = 0
     shift = len_k - len_q

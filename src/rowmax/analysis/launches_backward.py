@@ -25,7 +25,7 @@ from rowmax.analysis.launches import (
 )
 from rowmax.analysis.occupancy import blocks_at_once
 from rowmax.device import Device, Rates
-from rowmax.mask import Band, end_query, first_query
+from rowmax.mask import AnyBand, early_keys, end_query, first_query
 from rowmax.plan import Plan, hopper_backward, hopper_wide
 from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.hopper_wide import HopperWideTile
@@ -51,7 +51,9 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     return _portable(problem, device, rates, plan.tiles, lengths)
 
 
-def key_tasks(lengths: Lengths, heads: int, block_n: int, block_m: int, band: Band, group: int) -> list[tuple[int, int, int]]:
+def key_tasks(
+    lengths: Lengths, heads: int, block_n: int, block_m: int, band: AnyBand, group: int
+) -> list[tuple[int, int, int]]:
     """`(heads, turns, masked turns)` of each key tile, the last of a sequence first; `heads` are those of K and V."""
     found: list[tuple[int, int, int]] = []
     known: dict = {}
@@ -62,14 +64,16 @@ def key_tasks(lengths: Lengths, heads: int, block_n: int, block_m: int, band: Ba
     return found
 
 
-def _query_tiles(col: int, block_n: int, block_m: int, len_q: int, len_k: int, band: Band) -> tuple[int, int]:
+def _query_tiles(col: int, block_n: int, block_m: int, len_q: int, len_k: int, band: AnyBand) -> tuple[int, int]:
     """Query tiles that see one of the keys `[col, col + block_n)`, and those of which not every row sees all."""
     shift, last = len_k - len_q, min(col + block_n, len_k) - 1
     start = min(max(first_query(col, shift, band), 0), len_q) // block_m * block_m
-    end = max(min(max(end_query(last, shift, len_q, band), 0), len_q), start)
+    most = max(end_query(key, shift, len_q, band) for key in (col, last))
+    end = max(min(max(most, 0), len_q), start)
     turns = -(-(end - start) // block_m)
     full_start = -(-min(max(first_query(last, shift, band), 0), len_q) // block_m)
-    full_end = min(max(end_query(col, shift, len_q, band), 0), len_q) // block_m
+    fewest = max(col, min(last, early_keys(band)))  # early keys are seen to the end
+    full_end = min(max(end_query(fewest, shift, len_q, band), 0), len_q) // block_m
     return turns, turns - min(max(full_end - full_start, 0), turns)
 
 

@@ -15,8 +15,7 @@ from rowmax.analysis.cost import flops_of
 from rowmax.analysis.occupancy import schedule
 from rowmax.analysis.predict import VERDICTS, Prediction, predict
 from rowmax.device import EXPONENTIALS, Device, Rates
-from rowmax.mask import Band
-from rowmax.plan.tile import key_ranges
+from rowmax.plan.tile import early, key_ranges
 from rowmax.problem import Problem
 
 WIDTH, HEIGHT = 760, 380
@@ -152,7 +151,8 @@ def miniature(problem: Problem, block_m: int, block_n: int) -> tuple[int, int, l
     rows, columns = block_m * scale, block_n * scale
     seen = []
     for i, row in enumerate(range(0, len_q, rows)):
-        start, _, _, end = key_ranges(row, rows, len_q, len_k, columns, Band(*problem.band))
+        start, _, _, end = key_ranges(row, rows, len_q, len_k, columns, problem.band)
+        seen += [(i, j) for j in range(-(-early(start, problem.band) // columns))]
         seen += [(i, j) for j in range(start // columns, -(-end // columns))]
     return -(-len_q // rows), -(-len_k // columns), seen
 

@@ -13,7 +13,7 @@ from rowmax.analysis.launches import Launch, Lengths, Turn
 from rowmax.device import Device
 from rowmax.mask import Band
 from rowmax.plan import Plan
-from rowmax.plan.tile import key_ranges
+from rowmax.plan.tile import early, key_ranges
 from rowmax.problem import Problem
 
 THREADS = 2  # that the rates are of
@@ -58,10 +58,10 @@ def work(problem: Problem, plan: Plan, lengths: Lengths) -> tuple[int, int, int]
     for len_q, len_k in lengths:
         for row in range(0, len_q, tile.block_m):
             start, full_start, full_end, end = key_ranges(row, tile.block_m, len_q, len_k, 1, problem.band)
-            rows = min(tile.block_m, len_q - row)
-            scores += rows * (end - start)
-            masked += rows * (full_start - start + end - full_end) if problem.band != Band() else 0
-            tiles += -(-(end - start) // tile.block_n)
+            rows, before = min(tile.block_m, len_q - row), early(start, problem.band)
+            scores += rows * (end - start + before)
+            masked += rows * (full_start - start + end - full_end + before) if problem.band != Band() else 0
+            tiles += -(-(end - start) // tile.block_n) + -(-before // tile.block_n)
     return scores * problem.heads_q, masked * problem.heads_q, tiles
 
 

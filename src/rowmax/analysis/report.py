@@ -18,7 +18,7 @@ from rowmax.analysis.launches import Lengths
 from rowmax.analysis.predict import Prediction, predict
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
-from rowmax.mask import Band
+from rowmax.mask import Band, Pattern
 from rowmax.paged import PagedProblem
 from rowmax.plan import Direction, Plan
 from rowmax.plan import plan as choose
@@ -45,7 +45,7 @@ def explain(
     lengths: Optional[Lengths] = None,
 ) -> dict:
     """Everything `rowmax explain` says, as plain values; the schema of `--json` (`docs/explain.md`)."""
-    left, right = problem.band
+    left, right = problem.band[:2]
     said = facts(problem, device, plan=plan, against=against, lengths=lengths)
     directions = {direction: _explain(problem, device, direction, plan, lengths) for direction in DIRECTIONS}
     directions["forward"] |= {key: said[key] for key in PREDICTED}
@@ -62,6 +62,7 @@ def explain(
             "dtype": problem.dtype_name,
             "left": left,
             "right": right,
+            **{name: getattr(problem.band, name, None) for name in Pattern._fields[2:]},
             "scale": problem.scale,
             "packed": problem.packed,
             "page_size": problem.page_size if isinstance(problem, PagedProblem) else None,

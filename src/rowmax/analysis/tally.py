@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rowmax.mask import end_key, first_key
-from rowmax.plan.tile import key_ranges
+from rowmax.mask import visible
+from rowmax.plan.tile import early, key_ranges
 from rowmax.problem import Problem
 
 
@@ -87,8 +87,14 @@ def _scores(problem: Problem, tally: Tally, q, k, row: int, col: int) -> torch.T
     tally.scores += s.numel()
     shift = problem.len_k - problem.len_q
     i, j = torch.arange(row, row + s.shape[0])[:, None], torch.arange(col, col + s.shape[1])
-    seen = (j >= first_key(i, shift, problem.band)) & (j < end_key(i, shift, problem.len_k, problem.band))
+    seen = visible(i, j, shift, problem.len_k, problem.band)
     return s.masked_fill(~seen, -math.inf)
+
+
+def _columns(problem: Problem, row: int, rows: int, columns: int) -> list[int]:
+    """Where the tiles of keys that a tile of rows sees begin."""
+    start, _, _, end = key_ranges(row, rows, problem.len_q, problem.len_k, columns, problem.band)
+    return [*range(0, early(start, problem.band), columns), *range(start, end, columns)]
 
 
 def _step(tally: Tally, s, v, acc, m, l):
@@ -105,8 +111,7 @@ def _q_outer(problem, q, k, v, out, tally, rows, columns) -> None:
         qi = tally.load(q[row : row + rows], of_q=True)
         size = qi.shape[0]
         acc, m, l = torch.zeros(size, problem.dim_v), torch.full((size,), -math.inf), torch.zeros(size)
-        start, _, _, end = key_ranges(row, rows, problem.len_q, problem.len_k, columns, problem.band)
-        for col in range(start, end, columns):
+        for col in _columns(problem, row, rows, columns):
             kj, vj = tally.load(k[col : col + columns]), tally.load(v[col : col + columns])
             acc, m, l = _step(tally, _scores(problem, tally, qi, kj, row, col), vj, acc, m, l)
         tally.rescaled += acc.numel()
@@ -119,8 +124,7 @@ def _kv_outer(problem, q, k, v, out, tally, rows, columns) -> None:
     for col in range(0, problem.len_k, columns):
         kj, vj = tally.load(k[col : col + columns]), tally.load(v[col : col + columns])
         for row in range(0, problem.len_q, rows):
-            start, _, _, end = key_ranges(row, rows, problem.len_q, problem.len_k, columns, problem.band)
-            if not start <= col < end:
+            if col not in _columns(problem, row, rows, columns):
                 continue
             here = slice(row, row + rows)
             s = _scores(problem, tally, tally.load(q[here], of_q=True), kj, row, col)

@@ -65,7 +65,8 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
         targets = _Targets(dq[0] if needs[0] else None, dkv[0] if needs[1] else None, dkv[-1] if needs[2] else None)
         geometry = Geometry(q.shape[3], k.shape[2], problem.band)
         scores = None if problem.plain else Scores.of(problem, operands, number, rows[0], cols[0], compute, bias_sums)
-        try_half = problem.dtype == torch.bfloat16 and problem.plain and half_scores.bounded(rows[0], cols[0], problem.scale)
+        try_half = problem.dtype == torch.bfloat16 and problem.plain and problem.windowed
+        try_half = try_half and half_scores.bounded(rows[0], cols[0], problem.scale)
         chunks = Chunks.of(tile, geometry, *q.shape[:3], try_half)
         for part in chunks.parts:
             chunk = _Chunk(problem.scale, geometry, scratch, *(t[part] for t in (q, k, v, do, row_lse, row_delta)))

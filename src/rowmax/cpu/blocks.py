@@ -12,8 +12,8 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax.mask import Band, end_key, first_key, first_query
-from rowmax.plan.tile import key_ranges
+from rowmax.mask import AnyBand, early_keys, end_key, first_key, first_query, visible
+from rowmax.plan.tile import early, key_ranges
 
 # The type that scores are computed in. A half type's products are exact in fp32; fp16 matmuls are 40 times slower here.
 COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -67,7 +67,7 @@ class Geometry(NamedTuple):
 
     len_q: int
     len_k: int
-    band: Band
+    band: AnyBand
 
     @property
     def shift(self) -> int:
@@ -82,18 +82,23 @@ class Geometry(NamedTuple):
 
     @property
     def live_column(self) -> int:
-        """Columns before this one are seen by nobody; every later one is seen, if there are rows."""
-        return min(max(first_key(self.live_row, self.shift, self.band), 0), self.len_k)
+        """Columns before this one are seen by nobody; of a window every later one is seen, if there are rows. The first of a
+        chunk, so that those behind are counted from there as from the first of all."""
+        first = 0 if early_keys(self.band) else first_key(self.live_row, self.shift, self.band)
+        first = min(max(first, 0), self.len_k)
+        return first if len(self.band) == 2 or self.band.chunk is None else first // self.band.chunk * self.band.chunk
 
     def row_blocks(self, step: int) -> Iterator["RowBlock"]:
         """From the last to the first: under a causal mask the largest comes first, and the others reuse its scratch memory."""
         for row in reversed(range(self.live_row, self.len_q, step)):
             rows = min(step, self.len_q - row)
-            yield RowBlock(self, row, rows, *key_ranges(row, rows, self.len_q, self.len_k, 1, self.band))
+            ranges = key_ranges(row, rows, self.len_q, self.len_k, 1, self.band)
+            yield RowBlock(self, row, rows, *ranges, early(ranges[0], self.band))
 
 
 class RowBlock(NamedTuple):
-    """Rows `[row, row + rows)` and the columns `[start, end)` that they see; all of them see `[full_start, full_end)`."""
+    """Rows `[row, row + rows)` and the columns `[start, end)` that they see; all of them see `[full_start, full_end)`. Of a
+    `Pattern` they may also see `[0, early)`, before `start`."""
 
     geometry: Geometry
     row: int
@@ -102,6 +107,7 @@ class RowBlock(NamedTuple):
     full_start: int
     full_end: int
     end: int
+    early: int = 0
 
     @property
     def fewest_columns(self) -> int:
@@ -113,39 +119,49 @@ class RowBlock(NamedTuple):
     def rare_columns(self, fewest: int) -> Iterator[slice]:
         """Columns that fewer than `fewest` rows of all blocks see, if there are so many rows and the band is so wide: then they
         are at the ends."""
-        _, len_k, (left, right) = self.geometry
+        len_k, (left, right) = self.geometry.len_k, self.geometry.band[:2]  # a window: others take no half scores
         low = self.start if left is None else self.geometry.shift - left + fewest - 1
         high = self.end if right is None else len_k + right - fewest + 1
         low, high = min(max(low, self.start), self.end), min(max(high, self.start), self.end)
         yield from (cols for cols in (slice(self.start, low), slice(max(low, high), self.end)) if cols.start < cols.stop)
 
     def tiles(self, width: int) -> Iterator[slice]:
-        for start in range(self.start, self.end, width):
-            yield slice(start, min(start + width, self.end))
+        for first, end in ((0, self.early), (self.start, self.end)) if self.early else ((self.start, self.end),):
+            for start in range(first, end, width):
+                yield slice(start, min(start + width, end))
 
     def hide(self, s: torch.Tensor, cols: slice, scratch: Scratch, exact: bool) -> None:
         """Make the hidden scores of a tile `s` `[n, G * rows, cols]` -inf, in place; the interior of the band is not touched.
 
         Adding -inf is 5 times faster than overwriting, but keeps NaN: `exact` overwrites.
         """
-        _, len_k, band = self.geometry
-        for low, high in ((self.start, self.full_start), (self.full_end, self.end)):
+        for low, high in ((0, self.early), (self.start, self.full_start), (self.full_end, self.end)):
             low, high = max(low, cols.start), min(high, cols.stop)
             if low >= high:
                 continue
             # Whole vectors: twice as fast, and a few visible scores more get 0 added.
             low, high = max(low // 32 * 32, cols.start), min(-(-high // 32) * 32, cols.stop)
-            first = first_key(self.row, self.geometry.shift, band) - low if band.left is not None else -self.rows
-            end = end_key(self.row, self.geometry.shift, len_k, band) - low if band.right is not None else high - low
-            edge = scratch.edge(self.rows, high - low, first, end, s.dtype)
+            edge = self._edge(low, high, scratch, s.dtype)
             part = s.unflatten(1, (-1, self.rows))[..., low - cols.start : high - cols.start]
             if exact:
                 part.masked_fill_(edge != 0, -torch.inf)
             else:
                 part.add_(edge)
 
+    def _edge(self, low: int, high: int, scratch: Scratch, dtype: torch.dtype) -> torch.Tensor:
+        """`[rows, high - low]`: 0 where a row sees a column, -inf elsewhere."""
+        _, len_k, band = self.geometry
+        shift = self.geometry.shift
+        if len(band) == 2:
+            first = first_key(self.row, shift, band) - low if band.left is not None else -self.rows
+            end = end_key(self.row, shift, len_k, band) - low if band.right is not None else high - low
+            return scratch.edge(self.rows, high - low, first, end, dtype)
+        i = torch.arange(self.row, self.row + self.rows, device="cpu").unsqueeze(1)
+        seen = visible(i, torch.arange(low, high, device="cpu"), shift, len_k, band)
+        return torch.zeros(seen.shape, dtype=dtype, device="cpu").masked_fill_(~seen, -torch.inf)
+
     def blind_rows(self, cols: slice) -> Optional[torch.Tensor]:
-        """`[rows]`: rows that see nothing of one of several tiles; None where every row sees something."""
+        """`[rows]`: rows that see nothing of one of several tiles, or only early keys; None where every row sees something."""
         seen_by_all = max(cols.start, self.full_start) < min(cols.stop, self.full_end)
         if seen_by_all or (cols.start, cols.stop) == (self.start, self.end):
             return None
@@ -207,9 +223,9 @@ class Chunks(NamedTuple):
         """`half`: scores take 2 bytes, and twice as many heads fit."""
         most_scores = (1 + half) * tile.block_m * tile.block_n
         # Of a window of w keys a block of r rows reads w + r: fewer rows waste less.
-        rows = tile.block_m if None in geometry.band else tile.block_m // 2
+        rows = tile.block_m if None in geometry.band[:2] else tile.block_m // 2
         step = max(1, min(rows, geometry.len_q))
-        widest = max((block.end - block.start for block in geometry.row_blocks(step)), default=0)
+        widest = max((max(block.end - block.start, block.early) for block in geometry.row_blocks(step)), default=0)
         width = max(1, min(widest, tile.block_n))
         step = max(1, min(step, most_scores // (group * width)))
         most_heads = max(1, most_scores // (group * step * width))

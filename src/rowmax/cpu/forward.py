@@ -50,7 +50,7 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded, scores=
     """q, out `[B, Hk, G, Tq, D]`, k, v `[B, Hk, Tk, D]`, lse `[B, Hk, G, Tq]` or None; writes out and lse."""
     batch, heads_k, group, len_q, _ = q.shape
     geometry = Geometry(len_q, k.shape[2], problem.band)
-    try_half = bounded and q.dtype == torch.bfloat16 and lse is None
+    try_half = bounded and q.dtype == torch.bfloat16 and lse is None and problem.windowed
     chunks = Chunks.of(tile, geometry, batch, heads_k, group, try_half)
     compute, matmul = COMPUTE.get(q.dtype, q.dtype), MATMUL.get(q.dtype, q.dtype)
     blocks = list(geometry.row_blocks(chunks.step))

@@ -1,6 +1,6 @@
 """NaN and infinity reach exactly the rows that see them: the repair of a result that came out non-finite.
 
-The keys that a row sees are an interval, so "does row i see a marked key" is a difference of two prefix sums over the
+The keys that a row sees are an interval or two, so "does row i see a marked key" is a difference of two prefix sums over the
 keys, and "is key j seen by a marked row" one over the rows: the repair is linear in the length, but for masks, which it
 multiplies with the marks. The values themselves are
 replaced by 0 before the algorithm runs again; a hidden pair has weight exactly 0, so rows and keys that are not marked
@@ -10,7 +10,7 @@ come out bit for bit as if the non-finite values had been finite.
 import torch
 
 from rowmax.cpu import blocks
-from rowmax.mask import end_key, end_query, first_key, first_query
+from rowmax.mask import early_keys, end_key, end_query, first_key, first_query, visible
 
 
 def all_finite(t) -> bool:
@@ -86,7 +86,11 @@ def _rows_that_see(problem, operands, marked, len_q):
         return _multiplied(problem, operands, _to_query_heads(marked, problem), len_q, len_k, "ij,bjx->bix")
     i = torch.arange(len_q, device="cpu")
     shift = len_k - len_q
-    return _to_query_heads(_count(marked, first_key(i, shift, band), end_key(i, shift, len_k, band)) > 0, problem)
+    end = end_key(i, shift, len_k, band)
+    count = _count(marked, first_key(i, shift, band), end)
+    if early_keys(band):
+        count = count + _count(marked, torch.zeros_like(i), end.clamp(max=early_keys(band)))
+    return _to_query_heads(count > 0, problem)
 
 
 def _keys_seen_by(problem, operands, marked, len_k):
@@ -103,7 +107,7 @@ def _shown(problem, operands, b, head, len_q, len_k):
     """`[Tq, Tk]`: what the last queries see of the last keys, by the band, the mask and a bias of -inf."""
     i, j = torch.arange(len_q, device="cpu").unsqueeze(1), torch.arange(len_k, device="cpu")
     shift = len_k - len_q
-    seen = (j >= first_key(i, shift, problem.band)) & (j < end_key(i, shift, len_k, problem.band))
+    seen = visible(i, j, shift, len_k, problem.band)
     for t in (operands.mask, None if operands.bias is None else operands.bias != -torch.inf):
         if t is not None:
             own = t[b if t.shape[0] > 1 else 0, head if t.shape[1] > 1 else 0]

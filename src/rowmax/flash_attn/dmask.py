@@ -44,7 +44,7 @@ def _weights(q, k, lse, chosen: dict, number: int) -> torch.Tensor:
         scores = cap * torch.tanh(scores / cap)
     if slopes is not None:
         scores = scores + reference.alibi((slopes if slopes.dim() == 1 else slopes[number]).to(wide), len(q), len(k))
-    seen = reference.visible(len(q), len(k), left, 0 if chosen["causal"] else right, q.device)
+    seen = reference.visible(len(q), len(k), left, 0 if chosen["causal"] else right, device=q.device)
     weights = torch.where(seen, torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse).unsqueeze(-1)), 0.0)
     rows = torch.arange(len(q), device=q.device)
     kept = reference.dropout(int(chosen["seed"]), chosen["dropout_p"], [number], q.shape[1], len(q), len(k), rows)[0]

@@ -14,7 +14,7 @@ import triton
 from rowmax.kernels.direct import Launcher
 from rowmax.kernels.triton.backward import key_kernel, one_query_key_kernel, query_kernel, row_kernel
 from rowmax.kernels.triton.forward import forward_kernel
-from rowmax.mask import Band
+from rowmax.mask import AnyBand
 from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
 from rowmax.plan.generations import BY_NAME
@@ -232,10 +232,10 @@ def _given(problem: Problem, operands: Operands) -> tuple:
     return *_scored().given(operands), *_scored().given_numbers(problem, operands)
 
 
-def _bounded(problem: Problem) -> Band:
+def _bounded(problem: Problem) -> AnyBand:
     """The band, with sides that the kernels' 32-bit sums cannot carry over their range."""
     most = problem.len_q + problem.len_k
-    return Band(*(side if side is None else min(side, most) for side in problem.band))
+    return type(problem.band)(*(side if side is None else min(side, most) for side in problem.band))
 
 
 def _cap(problem: Problem) -> Optional[tuple[float, float]]:

@@ -30,35 +30,60 @@ def clamp(x, low, high):
 
 
 @triton.jit
+def early_keys(number, band):
+    """`mask.early_keys` of a `Pattern`, in the type of a number."""
+    early = number * 0
+    if band.left is not None or band.chunk is not None:
+        if band.sink_tokens is not None:
+            early = tl.maximum(early, band.sink_tokens)
+        if band.prefix is not None:
+            early = tl.maximum(early, band.prefix)
+    return early
+
+
+@triton.jit
 def key_ranges(row, last, len_k, shift, band, BLOCK_N: tl.constexpr):
     """Key tiles of rows `[row, last]`: masked in [start, full_start) and [full_end, end), visible to all rows between.
 
-    The same as `plan.tile.key_ranges`. Values are clamped before they are divided: `//` truncates here.
+    The same as `plan.tile.key_ranges`, of a `mask.Pattern` with `early` behind, whose tiles are masked too. Values are clamped
+    before they are divided: `//` truncates here.
     """
     start = clamp(first_key(row, shift, band), 0, len_k) // BLOCK_N * BLOCK_N
     end = tl.maximum(clamp(end_key(last, shift, len_k, band), 0, len_k), start)
     full_start = tl.cdiv(clamp(first_key(last, shift, band), 0, len_k), BLOCK_N) * BLOCK_N
     full_start = clamp(full_start, start, end)
     full_end = clamp(end_key(row, shift, len_k, band), 0, len_k) // BLOCK_N * BLOCK_N
-    return start, full_start, tl.maximum(full_end, full_start), end
+    full_end = tl.maximum(full_end, full_start)
+    if band.__len__() > 2:
+        return start, full_start, full_end, end, tl.minimum(early_keys(start, band), start)
+    else:
+        return start, full_start, full_end, end
 
 
 @triton.jit
 def query_ranges(col, last, len_q, shift, band, BLOCK_M: tl.constexpr):
     """Query tiles that see keys `[col, last]`, in the form of `key_ranges`."""
     start = clamp(first_query(col, shift, band), 0, len_q) // BLOCK_M * BLOCK_M
-    end = tl.maximum(clamp(end_query(last, shift, len_q, band), 0, len_q), start)
+    most = end_query(last, shift, len_q, band)
+    fewest = col
+    if len(band) > 2:  # early keys are seen to the end
+        most = tl.maximum(most, end_query(col, shift, len_q, band))
+        fewest = tl.maximum(col, tl.minimum(last, early_keys(last, band)))
+    end = tl.maximum(clamp(most, 0, len_q), start)
     full_start = tl.cdiv(clamp(first_query(last, shift, band), 0, len_q), BLOCK_M) * BLOCK_M
     full_start = clamp(full_start, start, end)
-    full_end = clamp(end_query(col, shift, len_q, band), 0, len_q) // BLOCK_M * BLOCK_M
+    full_end = clamp(end_query(fewest, shift, len_q, band), 0, len_q) // BLOCK_M * BLOCK_M
     return start, full_start, tl.maximum(full_end, full_start), end
 
 
 @triton.jit
 def tiles_of(ranges, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """How many tiles of `ranges` = (start, full_start, full_end, end) need the element mask, or do not."""
+    """How many tiles of `ranges` = (start, full_start, full_end, end), perhaps early, need the element mask, or do not."""
     if MASKED:
-        return tl.cdiv(ranges[1] - ranges[0], BLOCK) + tl.cdiv(ranges[3] - ranges[2], BLOCK)
+        edges = tl.cdiv(ranges[1] - ranges[0], BLOCK) + tl.cdiv(ranges[3] - ranges[2], BLOCK)
+        if len(ranges) > 4:
+            edges += tl.cdiv(ranges[4], BLOCK)
+        return edges
     else:
         return (ranges[2] - ranges[1]) // BLOCK
 
@@ -68,7 +93,13 @@ def tile_start(turn, ranges, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Where tile `turn` of `tiles_of` starts: both edges are one loop, so that the masked body is compiled once."""
     if MASKED:
         left = tl.cdiv(ranges[1] - ranges[0], BLOCK)
-        return tl.where(turn < left, ranges[0] + turn * BLOCK, ranges[2] + (turn - left) * BLOCK)
+        if len(ranges) > 4:
+            early = tl.cdiv(ranges[4], BLOCK)
+            later = turn - early
+            start = tl.where(later < left, ranges[0] + later * BLOCK, ranges[2] + (later - left) * BLOCK)
+            return tl.where(turn < early, turn * BLOCK, start)
+        else:
+            return tl.where(turn < left, ranges[0] + turn * BLOCK, ranges[2] + (turn - left) * BLOCK)
     else:
         return ranges[1] + turn * BLOCK
 
@@ -77,7 +108,13 @@ def tile_start(turn, ranges, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 def visible(rows, cols, len_k, shift, band):
     """Boolean, broadcast of `rows` and `cols` (pass `rows[:, None], cols[None, :]` or the transpose)."""
     seen = cols < tl.minimum(end_key(rows, shift, len_k, band), len_k)
-    if band.left is not None:
+    if len(band) > 2:
+        if band.left is not None or band.chunk is not None:
+            near = cols >= first_key(rows, shift, band)
+            if band.sink_tokens is not None or band.prefix is not None:
+                near = near | (cols < early_keys(shift, band))
+            seen = seen & near
+    elif band.left is not None:
         seen = seen & (cols >= first_key(rows, shift, band))
     return seen
 

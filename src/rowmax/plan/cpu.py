@@ -14,7 +14,7 @@ import torch
 from rowmax.device import Device
 from rowmax.mask import Band
 from rowmax.paged import PagedProblem
-from rowmax.plan.tile import Tile
+from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
 
 
@@ -34,7 +34,7 @@ def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[
     if problem.packed:
         return "torch's CPU operator takes no packed sequences"
     if problem.band not in (Band(), Band(None, 0)):
-        return "torch's CPU operator takes no window"
+        return f"torch's CPU operator takes no {'window' if problem.windowed else 'sink tokens, prefix or chunks'}"
     if problem.band == Band(None, 0) and problem.len_q != problem.len_k:
         return "torch's CPU operator aligns causal masks to the top left; here len_q != len_k"
     if problem.dim_qk != problem.dim_v:
@@ -69,6 +69,8 @@ def _gathered_refuses(problem: Problem, device: Device, direction: str) -> Optio
         return f"runs on the CPU; the tensors are on {device.kind}"
     if not isinstance(problem, PagedProblem):
         return "keys are not in pages"
+    if not problem.windowed:
+        return WINDOWS_ONLY
     return None if direction == "forward" else "has a forward only"
 
 

@@ -12,7 +12,7 @@ import torch
 from rowmax.device import Device
 from rowmax.plan import portable, warp_split
 from rowmax.plan.cpu import Candidate
-from rowmax.plan.tile import Tile
+from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
 
 BY_NAME = {
@@ -52,6 +52,8 @@ def _kv_outer_refuses(problem: Problem, device: Device, direction: str) -> Optio
         return found
     if direction != "forward":
         return "has a forward only"
+    if not problem.windowed:
+        return WINDOWS_ONLY
     return None if problem.plain else "takes plain scores: no soft-cap, ALiBi, sink, bias or mask, and no dropout"
 
 

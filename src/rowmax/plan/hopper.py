@@ -19,7 +19,7 @@ from rowmax.mask import Band
 from rowmax.plan import hopper_backward, hopper_wide
 from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.hopper_wide import HopperWideTile
-from rowmax.plan.tile import Tile
+from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
 
 ROWS = 64  # of a consumer
@@ -125,6 +125,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"takes fp16 and bf16, not {problem.dtype_name}"
     if problem.dim_qk % 8 or problem.dim_v % 8:
         return f"TMA takes rows that are multiples of 16 bytes; dims {problem.dim_qk} and {problem.dim_v} are not"
+    if not problem.windowed:
+        return WINDOWS_ONLY
     version = triton_version()
     if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"

@@ -23,7 +23,7 @@ from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.paged import PagedProblem
 from rowmax.plan import portable
-from rowmax.plan.tile import Tile
+from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
 
 MOST_ROWS = 64  # queries times heads of a group: with more, a tile of queries reuses keys as well as `q_outer` does
@@ -70,6 +70,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     paged = isinstance(problem, PagedProblem)
     if problem.packed and not paged:
         return "takes packed keys in pages only"
+    if not problem.windowed:
+        return WINDOWS_ONLY
     if problem.pairs or problem.dropout:
         return "computes no bias, mask or dropout"
     if problem.dim_qk > MOST_DIM or problem.dim_v > MOST_DIM_V:
@@ -167,7 +169,7 @@ def _parts(problem: Problem, device: Device, block_m: int, block_n: int) -> tupl
     programs = 2 * device.sms  # two a multiprocessor run beside each other
     items = max(row_tiles(problem, block_m) * problem.heads_k, 1)
     keys = problem.len_k
-    left, right = problem.band
+    left, right = problem.band[:2]
     if left is not None and right is not None:
         keys = min(keys, left + right + 1 + (0 if problem.packed else problem.len_q))
     if keys < 2 * LEAST_KEYS:

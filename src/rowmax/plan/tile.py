@@ -7,7 +7,9 @@ import re
 from dataclasses import dataclass
 
 from rowmax.errors import ProblemError
-from rowmax.mask import Band, end_key, first_key
+from rowmax.mask import AnyBand, early_keys, end_key, first_key
+
+WINDOWS_ONLY = "sees through windows only: no sink tokens, prefix or chunks"
 
 _SPELLING = re.compile(r"([0-9]{1,9})x([0-9]{1,9})(?: +w([1-9][0-9]?) +s([0-9]{1,2})( +tma)?)?")
 
@@ -38,11 +40,12 @@ class Tile:
         return cls(block_m, block_n, warps, stages, match[5] is not None)
 
 
-def key_ranges(row: int, rows: int, len_q: int, len_k: int, block_n: int, band: Band) -> tuple[int, int, int, int]:
+def key_ranges(row: int, rows: int, len_q: int, len_k: int, block_n: int, band: AnyBand) -> tuple[int, int, int, int]:
     """The key loop of the row block `[row, row + rows)`: `(start, full_start, full_end, end)`.
 
     Key tiles in `[start, full_start)` and `[full_end, end)` need the element mask; those in `[full_start, full_end)` are
-    visible to every row. All but `end` are multiples of `block_n`; an empty block gives `start == end`.
+    visible to every row. All but `end` are multiples of `block_n`; an empty block gives `start == end`. Those of `early` come
+    before, and need the mask.
     """
     shift = len_k - len_q
     last = min(row + rows, len_q) - 1
@@ -55,3 +58,8 @@ def key_ranges(row: int, rows: int, len_q: int, len_k: int, block_n: int, band: 
     full_start = min(max(-(-full_start // block_n) * block_n, start), end)
     full_end = max(full_end // block_n * block_n, full_start)
     return start, full_start, full_end, end
+
+
+def early(start: int, band: AnyBand) -> int:
+    """The end of the keys before `start` that no left side hides (`mask.early_keys`): the key loop also has `[0, early)`."""
+    return min(early_keys(band), start)

@@ -17,7 +17,7 @@ from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.plan import portable
 from rowmax.plan.cpu import Candidate
-from rowmax.plan.tile import Tile
+from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
 
 ALONE = "shows two ways to share a tile among warps: only if asked for by name"
@@ -61,6 +61,8 @@ def _refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return reason
     if direction != "forward":
         return "has a forward only"
+    if not problem.windowed:
+        return WINDOWS_ONLY
     if not problem.plain:
         return "takes plain scores: no soft-cap, ALiBi or sink"
     if problem.dtype not in (torch.float16, torch.bfloat16):

@@ -14,7 +14,6 @@ from typing import Optional, Union
 import torch
 
 from rowmax.api import attention, attention_varlen
-from rowmax.mask import Band
 from rowmax.plan import Plan
 from rowmax.problem import Operands, Problem
 from rowmax.testing.memory import LAYOUTS, carve, margins_intact, poisoned
@@ -47,7 +46,8 @@ def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = 
         arguments.update(bias=operands.bias, mask=operands.mask)
     if problem.dropout:
         arguments.update(dropout_p=problem.dropout, seed=operands.seed)
-    arguments.update({"causal": True} if problem.band == Band(None, 0) else {"window": tuple(problem.band)})
+    arguments.update({"causal": True} if problem.band[:2] == (None, 0) else {"window": tuple(problem.band[:2])})
+    arguments.update(dict(zip(problem.band._fields[2:], problem.band[2:], strict=True)))
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return attention(q, k, v, **arguments)

@@ -179,9 +179,21 @@ def _values(problem: Problem, name: str, argument: str, sequences, generator) ->
     return q, k, v
 
 
+def _more_targets(problem: Problem, diagonal: torch.Tensor) -> list[torch.Tensor]:
+    """Keys beside the limits of what a `mask.Pattern` has more than a window."""
+    if problem.windowed:
+        return []
+    more = problem.band._asdict()
+    targets = [diagonal * 0 + n + step for n in (more["sink_tokens"], more["prefix"]) if n is not None for step in (-1, 0)]
+    if more["chunk"] is not None:
+        begin = diagonal.div(more["chunk"], rounding_mode="floor") * more["chunk"]
+        targets += [begin - 1, begin, begin + more["chunk"] - 1, begin + more["chunk"]]
+    return targets
+
+
 def _probe(problem: Problem, q, k, v, sequences, generator) -> tuple[torch.Tensor, ...]:
     """Keys are random signs, nearly orthogonal: a query scores 8 with its target and about 8 / sqrt(dim_qk) elsewhere."""
-    left, right = problem.band
+    left, right = problem.band[:2]
     k, v = torch.sign(k), v.clone()
     bits = torch.arange(problem.dim_v) % 10
     heads = torch.arange(problem.heads_q) // problem.group
@@ -195,7 +207,8 @@ def _probe(problem: Problem, q, k, v, sequences, generator) -> tuple[torch.Tenso
         diagonal = i + len_k - len_q
         low = diagonal - (len_k if left is None else left)
         high = diagonal + (len_k if right is None else right)
-        choices = torch.stack([diagonal, low, low - 1, high, high + 1, 0 * i, 0 * i + len_k - 1]).clamp(0, len_k - 1)
-        target = choices[(i + int(torch.randint(0, 7, (), generator=generator))) % 7, i]
+        choices = [diagonal, low, low - 1, high, high + 1, 0 * i, 0 * i + len_k - 1, *_more_targets(problem, diagonal)]
+        first = int(torch.randint(0, len(choices), (), generator=generator))
+        target = torch.stack(choices).clamp(0, len_k - 1)[(i + first) % len(choices), i]
         q[..., rows_q, :, :] = k[..., rows_k, :, :][..., target, :, :][..., heads, :] * amplitude
     return q, k, v

@@ -79,8 +79,13 @@ def _lse_span(problem: Problem, lse: torch.Tensor, lead: tuple, span: range) -> 
 
 def _live(problem: Problem, len_q: int, len_k: int, device) -> torch.Tensor:
     """`[len_q]`: does a row see any key?"""
-    left, right = problem.band
+    left, right = problem.band[:2]
     diagonal = torch.arange(len_q, device=device) + len_k - len_q
     low = torch.zeros_like(diagonal) if left is None else (diagonal - left).clamp(min=0)
     high = torch.full_like(diagonal, len_k - 1) if right is None else (diagonal + right).clamp(max=len_k - 1)
-    return low <= high
+    live = low <= high
+    if not problem.windowed:
+        more = problem.band._asdict()
+        live = live & (diagonal >= 0) if more["chunk"] is not None else live
+        live = live | (len_k > 0) if more["prefix"] is not None else live
+    return live

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from rowmax.kernels.address import head_base, load_tile
-from rowmax.kernels.tile_ops import bend, end_key, first_key, score_gradient, visible
+from rowmax.kernels.tile_ops import bend, early_keys, end_key, first_key, score_gradient, visible
 from rowmax.kernels.triton.dropout import kept
 from rowmax.kernels.triton.given import LOG2E, give, pair_base
 
@@ -51,7 +51,10 @@ def bias_kernel(
         head = first_head + turn // (turns_k * turns_q) % turns_h
         b = first_b + turn // (turns_k * turns_q * turns_h)
         last = tl.minimum(row + BLOCK_M, len_q) - 1
-        if (col < end_key(last, shift, len_k, band)) & (col + BLOCK_N > first_key(row, shift, band)):
+        near = col + BLOCK_N > first_key(row, shift, band)
+        if len(band) > 2:
+            near = near | (col < early_keys(col, band))
+        if (col < end_key(last, shift, len_k, band)) & near:
             q = load_tile(head_base(q_ptr, q_strides, b, 0, head), row, q_strides[1], len_q, DIM, BLOCK_M, BLOCK_D, True)
             k_base = head_base(k_ptr, k_strides, b, 0, head // GROUP)
             k = load_tile(k_base, col, k_strides[1], len_k, DIM, BLOCK_N, BLOCK_D, True)
