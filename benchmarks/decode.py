@@ -273,7 +273,8 @@ def time_rows(text: str, calls: dict[str, Callable], moved: int, device: torch.d
             call()
         graphs[name] = graph
     times, _ = timing.samples_ms({name: graph.replay for name, graph in graphs.items()}, device, options.seconds)
-    rows = []
+    rows: list[dict] = []
+    shown: dict[str, int] = {}
     print(text)
     for name in sorted(calls, key=lambda name: statistics.median(times[name]) if options.sweep else 0):
         microseconds = statistics.median(times[name]) * 1e3
@@ -281,11 +282,11 @@ def time_rows(text: str, calls: dict[str, Callable], moved: int, device: torch.d
         row = {"problem": text, "who": name, "replay_us": round(microseconds, 2), "gb_per_s": round(moved / microseconds / 1e3)}
         row |= {"host_us": None if host is None else round(host, 1), "bytes": moved}
         rows.append(row)
-        print(
-            f"  {name:44} {microseconds:8.1f} us {row['gb_per_s']:6} GB/s" + ("" if host is None else f"   host {host:5.1f} us")
-        )
-        if options.sweep and len(rows) == options.top:
-            break
+        kind = name.partition("[")[0]
+        shown[kind] = shown.get(kind, 0) + 1
+        if not options.sweep or shown[kind] <= options.top:
+            host_text = "" if host is None else f"   host {host:5.1f} us"
+            print(f"  {name:44} {microseconds:8.1f} us {row['gb_per_s']:6} GB/s{host_text}")
     sys.stdout.flush()
     return rows
 
@@ -313,7 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rest", action="store_true", help="what comes behind the eight shapes, alone")
     parser.add_argument("--sweep", action="store_true", help="tiles of the split-KV kernel instead of peers")
     parser.add_argument("--build", default="", help="used by --sweep: '3/12' compiles one of twelve shares of its kernels")
-    parser.add_argument("--top", type=int, default=8, help="how many tiles of a sweep to print")
+    parser.add_argument("--top", type=int, default=4, help="how many tiles of each kind a sweep prints; --json has all")
     parser.add_argument("--seconds", type=float, default=0.5, help="for the replays of one shape")
     parser.add_argument("--time-limit", type=float, default=80.0, help="begin no shape after this many seconds")
     parser.add_argument("--json", type=Path, help="where to write the rows")

@@ -50,6 +50,20 @@ LATENT_TILES = ("32x32 w8 s2", "32x64 w8 s2", "64x32 w8 s2", "64x32 w8 s3", "64x
 EIGHT_BITS_TILES = ("16x64 w4 s3", "16x64 w4 s4", "16x64 w4 s5", "16x64 w2 s3", "16x128 w8 s3", "16x64 w8 s3")
 
 
+class _Cache(NamedTuple):
+    """A query token of each sequence over pages of 64 in shuffled order, every sequence as long as the problem's."""
+
+    problem: PagedProblem
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    def call(self, spelled: str, **scales) -> Callable:
+        return paged_call(self.q, (self.k, self.v, self.table, self.lengths), spelled, **scales)
+
+
 def run(shapes, device: torch.device, options) -> int:
     begin = time.monotonic()
     if options.build:
@@ -88,7 +102,7 @@ def _sweep_shape(text: str, device: torch.device, options) -> list[dict]:
     return _timed(text, problem.with_(batch=few), some, _variants(problem, operands), moved, device, options)
 
 
-def _variants(problem: Problem, operands) -> dict[str, Callable]:
+def _variants(problem: Problem, operands, pages_of: Callable = in_pages) -> dict[str, Callable]:
     q, k, v = operands[:3]
     sms, items = Device.of(q).sms, problem.batch * problem.heads_k
     calls: dict[str, Callable] = {}
@@ -96,7 +110,7 @@ def _variants(problem: Problem, operands) -> dict[str, Callable]:
         for parts in {max(round(share * sms / items - 0.3), 1): None for share in shares}:  # not quite so many at a time
             calls[f"dense [{tile} x{parts}]"] = _dense_call(q, k, v, f"split_kv[{tile} x{parts}]")
     for size, tiles in ((16, OVER_PAGES), (64, {"16x64 w4 s3": (2, 3, 4, 8)})):
-        pages = in_pages(k, v, size)
+        pages = pages_of(k, v, size)
         for tile, shares in tiles.items():
             for share in shares:
                 parts = f"p{share * sms}" if problem.batch > 1 else f"x{max(share * sms // items, 1)}"
@@ -123,57 +137,63 @@ def _build_ahead(options, number: int = BUILDERS) -> None:
 
 
 def _build_some(shapes, device: torch.device, options) -> None:
-    """This process's share of them, on memory that nobody filled."""
+    """This process's share of them, on memory that nobody filled. Calls that differ in their parts alone share a build."""
     mine, of = map(int, options.build.split("/"))
-    jobs: list[tuple] = [("shape", text) for text in shapes]
+    places: dict[tuple, int] = {}  # of what makes a build -> its number
+    jobs: list[Callable] = [lambda text=text: _shape_unfilled(Problem.parse(text), device) for text in shapes]
     if not options.only:
-        jobs += [("latent", ""), ("eight", "")]
-    for kind, text in jobs:
-        if kind == "shape":
-            problem = Problem.parse(text)
-            shape = (problem.batch, problem.len_k, problem.heads_k, problem.dim_qk)
-            k, v = (torch.empty(shape, dtype=problem.dtype, device=device) for _ in "kv")
-            q = torch.empty(problem.batch, 1, problem.heads_q, problem.dim_qk, dtype=problem.dtype, device=device)
-            calls = _variants(problem, (q, k, v))
-        elif kind == "latent":
-            calls = _latent_variants(_latent(device, filled=False))
-        else:
-            calls = {name: call for _, _, found in _eight_bits_variants(device, filled=False) for name, call in found.items()}
-        for call in list(calls.values())[mine::of]:
-            try:
-                call()
-            except Exception:  # the process that times it says what was wrong
-                continue
+        jobs[:0] = [lambda: _unfilled(_latent(device, False)), lambda: _eight_bits_unfilled(device)]
+    for job in jobs:
+        form, calls = job()
+        for name, call in calls.items():
+            place = places.setdefault((form, name.rsplit(" ", 1)[0]), len(places))
+            if place % of == mine:
+                try:
+                    call()
+                except Exception:  # the process that times it says what was wrong
+                    continue
         torch.cuda.synchronize()
         del calls
         torch.cuda.empty_cache()
 
 
-class _Cache(NamedTuple):
-    """A query token of each sequence over pages of 64 in shuffled order, every sequence as long as the problem's."""
+def _shape_unfilled(problem: Problem, device: torch.device) -> tuple:
+    k, v = (
+        torch.empty(problem.batch, problem.len_k, problem.heads_k, problem.dim_qk, dtype=problem.dtype, device=device)
+        for _ in "kv"
+    )
+    q = torch.empty(problem.batch, 1, problem.heads_q, problem.dim_qk, dtype=problem.dtype, device=device)
+    form = (problem.group, problem.heads_k, problem.dim_qk, problem.batch if problem.batch < 16 else problem.batch % 16)
+    return form, _variants(problem, (q, k, v), pages_of=_in_order)
 
-    problem: PagedProblem
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
 
-    def call(self, spelled: str, **scales) -> Callable:
-        return paged_call(self.q, (self.k, self.v, self.table, self.lengths), spelled, **scales)
+def _unfilled(cache: _Cache) -> tuple:
+    return "latent", _latent_variants(cache)
+
+
+def _eight_bits_unfilled(device: torch.device) -> tuple:
+    return "8 bits", {name: call for _, _, found in _eight_bits_variants(device, False) for name, call in found.items()}
+
+
+def _in_order(k, v, size: int) -> tuple:
+    """As `in_pages`, without a copy."""
+    count = k.shape[0] * k.shape[1] // size
+    table = torch.arange(count, dtype=torch.int32, device=k.device).view(k.shape[0], -1)
+    lengths = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
+    return *(t.view(count, size, *t.shape[2:]) for t in (k, v)), table, lengths
 
 
 def _cache(problem: PagedProblem, device: torch.device, filled: bool, dtype: torch.dtype) -> _Cache:
     count = problem.batch * problem.len_k // problem.page_size
 
-    def made(*shape):
-        memory = torch.empty(shape, device=device, dtype=problem.dtype)
-        return memory.normal_() if filled else memory
+    def made(*shape, dtype=problem.dtype):
+        if not filled:
+            return torch.empty(shape, device=device, dtype=dtype)
+        memory = torch.randn(shape, device=device, dtype=problem.dtype)
+        return memory if dtype == memory.dtype else (memory.float() * 32).clamp(-448, 448).to(dtype)
 
-    k = made(count, problem.page_size, problem.heads_k, problem.dim_qk)
-    v = k[..., : problem.dim_v] if problem.dim_qk == 576 else made(*k.shape[:3], problem.dim_v)
-    if dtype != problem.dtype:
-        k, v = ((t.float() * 32).clamp(-448, 448).to(dtype) for t in (k, v))
+    k = made(count, problem.page_size, problem.heads_k, problem.dim_qk, dtype=dtype)
+    v = k[..., : problem.dim_v] if problem.dim_qk == 576 else made(*k.shape[:3], problem.dim_v, dtype=dtype)
     table = torch.randperm(count, device=device).to(torch.int32).view(problem.batch, -1)
     lengths = torch.full((problem.batch,), problem.len_k, dtype=torch.int32, device=device)
     return _Cache(problem, made(problem.batch, 1, problem.heads_q, problem.dim_qk), k, v, table, lengths)
