@@ -154,6 +154,23 @@ def _cases() -> list[Case]:
         add("dropout", f"b2 h8/2 q1000 k1024 {size} causal dropout=0.1", "normal", "v_onehot", large=True)
     add("dropout", "b16 h8/2 q8000 k8000 d64 bf16 packed causal dropout=0.2", large=True)
 
+    add("patterns", "b1 h2/1 q20 k40 d16 fp16 window(5,0) sink_tokens=3", "probe", "nan(k)", "nan(v)")
+    add("patterns", "b1 h2/1 q20 k33 d16 fp32 causal chunk=7", "probe", "nan(q)")
+    add("patterns", "b1 h2/1 q33 k20 d16 fp16 causal prefix=9", "probe", "nan(v)")
+    add("patterns", "b1 h1 q33 k20 d16 fp16 chunk=6 sink", "probe")
+    add("patterns", "b1 h2/1 q24 k40 d16 fp16 window(4,2) sink_tokens=18 prefix=6 chunk=11 softcap=9.0", "probe")
+    add("patterns", "b3 h2/1 q40 k40 d16 fp16 packed window(4,0) sink_tokens=2 chunk=9", "probe")
+    add("patterns", "b2 h1 q20 k24 d16 fp32 window(4,0) sink_tokens=3 bias(k) mask(bk) dropout=0.2", "v_onehot")
+    add("patterns", "b2 h2/1 q40 k33 d16 fp64 window(5,0) sink_tokens=3 chunk=12", "spiky", "probe")
+    add("patterns", "b2 h2 q5 k0 d16 fp32 causal prefix=4 chunk=3")
+    for words in ("window(64,0) sink_tokens=4", "causal chunk=128", "causal prefix=200", "window(99,0) prefix=150 chunk=200"):
+        add("patterns", f"b1 h4/2 q300 k300 d64 bf16 {words}", "v_onehot")
+        add("patterns", f"b2 h8/2 q1000 k1024 d128 bf16 {words}", "normal", "probe", large=True)
+        add("patterns", f"b2 h8/2 q1024 k1000 d256 fp16 {words}", "probe", large=True)
+        add("patterns", f"b2 h8/2 q1024 k1024 d64 fp16 {words} softcap=30.0 alibi sink", large=True)
+        add("patterns", f"b16 h8/2 q8000 k8000 d64 bf16 packed {words}", "normal", "probe", large=True)
+    add("patterns", "b1 h8/2 q8192 k8192 d128 bf16 window(1023,0) sink_tokens=4", large=True)
+
     # Enough keys that the CPU path may round scores, where it thinks that nobody can see it.
     for kind in (
         "normal",
@@ -221,9 +238,10 @@ def may_refuse(case: Case, backend: str) -> bool:
     if backend == "aten":
         return str(case.problem) not in ATEN_RUNS
     backend = backend.partition("[")[0]
+    plain = case.problem.plain and case.problem.windowed
     if backend == "hopper":  # 16 bits, plain scores; `tests/kernels/test_gluon_plan.py` pins what it takes
         return (
-            not case.problem.plain
+            not plain
             or case.problem.dtype_name not in ("fp16", "bf16")
             or case.layout in ("odd", "broadcast")
             or _odd_dims(case.problem)
@@ -231,12 +249,13 @@ def may_refuse(case: Case, backend: str) -> bool:
     if backend == "warp_split":  # `tests/kernels/test_warp_split.py` pins what it takes
         wide = max(case.problem.dim_qk, case.problem.dim_v) > 128
         half = case.problem.dtype_name in ("fp16", "bf16")
-        return wide or not half or not case.problem.plain or case.layout in ("odd", "broadcast") or _odd_dims(case.problem)
-    if backend in ("kv_outer", "dense") and not case.problem.plain:
+        return wide or not half or not plain or case.layout in ("odd", "broadcast") or _odd_dims(case.problem)
+    if backend in ("kv_outer", "dense") and not plain:
         return True
     if backend == "dense" and (case.problem.packed or case.family == "large"):
         return True
-    if backend == "split_kv" and (case.problem.packed or not case.problem.plain):  # packed keys: in pages (`paged_cases.py`)
+    plain = case.problem.plain and case.problem.windowed
+    if backend == "split_kv" and (case.problem.packed or not plain):  # packed keys: in pages (`paged_cases.py`)
         return True
     return backend in ("q_outer", "kv_outer", "dense", "split_kv") and case.problem.dtype_name == "fp64"
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rowmax import Band, Problem, ProblemError
+from rowmax import Problem, ProblemError
+from rowmax.mask import pattern
 from rowmax.problem import DTYPES, Operands
 
 SIDES = st.one_of(st.none(), st.integers(0, 5000))
@@ -28,7 +29,7 @@ def problems(draw):
         dim_qk=draw(st.integers(1, 256)),
         dim_v=draw(st.integers(1, 256)),
         dtype=draw(st.sampled_from(list(DTYPES.values()))),
-        band=Band(draw(SIDES), draw(SIDES)),
+        band=pattern(*(draw(SIDES) for _ in range(4)), draw(st.one_of(st.none(), st.integers(1, 5000)))),
         scale=draw(st.one_of(st.just(math.nan), st.floats(-1e38, 1e38))),
         packed=packed,
         max_len_q=draw(st.one_of(st.none(), st.integers(0, 9999))) if packed else None,

@@ -161,5 +161,5 @@ def _backward_flops(needs, grad_out, grad_lse, out, lse, *call, out_shape=None, 
 
 def _flops(call, times_qk: int, times_v: int) -> int:
     q, k, v, cu_seqlens = call[:4]
-    band = pattern(*call[_TENSORS + 3 : _TENSORS + 5], **_named(call[_TENSORS + 10 :]))
+    band = pattern(*call[_TENSORS + 3 : _TENSORS + 5], **_named(call[_TENSORS + 9 :]))
     return ops._matmul_flops(q, k, v, *band[:2], cu_seqlens, times_qk, times_v, *band[2:])

@@ -48,7 +48,7 @@ KERNEL_MUTANTS = {
         "(cols >= first_key(rows, shift, band) - 1)",
         1,
     ),
-    "no left side": (TILE, "    if band.left is not None:\n        seen = seen", "    if False:\n        seen = seen", 1),
+    "no left side": (TILE, "    elif band.left is not None:\n        seen = seen", "    elif False:\n        seen = seen", 1),
     "tail of the keys is not masked": (
         TILE,
         "seen = cols < tl.minimum(end_key(rows, shift, len_k, band), len_k)",
@@ -89,14 +89,14 @@ KERNEL_MUTANTS = {
     ),
     "last query tile skipped": (
         TILE,
-        "end = tl.maximum(clamp(end_query(last, shift, len_q, band), 0, len_q), start)",
-        "end = tl.maximum(clamp(end_query(last, shift, len_q, band), 0, len_q) // BLOCK_M * BLOCK_M, start)",
+        "end = tl.maximum(clamp(most, 0, len_q), start)",
+        "end = tl.maximum(clamp(most, 0, len_q) // BLOCK_M * BLOCK_M, start)",
         1,
     ),
     "first query tile skipped": (
         TILE,
-        "0, len_q) // BLOCK_M * BLOCK_M\n    end = tl.maximum(clamp(end_query(last",
-        "0, len_q) // BLOCK_M * BLOCK_M + BLOCK_M\n    end = tl.maximum(clamp(end_query(last",
+        "0, len_q) // BLOCK_M * BLOCK_M\n    most",
+        "0, len_q) // BLOCK_M * BLOCK_M + BLOCK_M\n    most",
         1,
     ),
     # softmax
@@ -206,14 +206,14 @@ KERNEL_MUTANTS = {
     "P of dV not masked": (BACKWARD, "            p = tl.where(seen, p, 0.0)\n", "", 1),
     "right edge skipped": (
         TILE,
-        "return tl.cdiv(ranges[1] - ranges[0], BLOCK) + tl.cdiv(ranges[3] - ranges[2], BLOCK)",
-        "return tl.cdiv(ranges[1] - ranges[0], BLOCK)",
+        "edges = tl.cdiv(ranges[1] - ranges[0], BLOCK) + tl.cdiv(ranges[3] - ranges[2], BLOCK)",
+        "edges = tl.cdiv(ranges[1] - ranges[0], BLOCK)",
         1,
     ),
     "left edge skipped": (
         TILE,
-        "return tl.cdiv(ranges[1] - ranges[0], BLOCK) + tl.cdiv(ranges[3] - ranges[2], BLOCK)",
-        "return tl.cdiv(ranges[3] - ranges[2], BLOCK)",
+        "edges = tl.cdiv(ranges[1] - ranges[0], BLOCK) + tl.cdiv(ranges[3] - ranges[2], BLOCK)",
+        "edges = tl.cdiv(ranges[3] - ranges[2], BLOCK)",
         1,
     ),
     "interior skipped": (TILE, "return (ranges[2] - ranges[1]) // BLOCK", "return (ranges[2] - ranges[1]) // BLOCK * 0", 1),
@@ -243,21 +243,21 @@ WALK, CPU_FORWARD, CPU_BACKWARD, HALF = "cpu/blocks.py", "cpu/forward.py", "cpu/
 CPU_MUTANTS = {
     "one key too many": (
         WALK,
-        "end = end_key(self.row, self.geometry.shift, len_k, band) - low if",
-        "end = end_key(self.row, self.geometry.shift, len_k, band) - low + 1 if",
+        "end = end_key(self.row, shift, len_k, band) - low if",
+        "end = end_key(self.row, shift, len_k, band) - low + 1 if",
         1,
     ),
     "one key too few": (
         WALK,
-        "end = end_key(self.row, self.geometry.shift, len_k, band) - low if",
-        "end = end_key(self.row, self.geometry.shift, len_k, band) - low - 1 if",
+        "end = end_key(self.row, shift, len_k, band) - low if",
+        "end = end_key(self.row, shift, len_k, band) - low - 1 if",
         1,
     ),
     "window starts one late": (WALK, "band) - low if band.left is not None", "band) - low + 1 if band.left is not None", 1),
     "window starts one early": (WALK, "band) - low if band.left is not None", "band) - low - 1 if band.left is not None", 1),
     "nothing hidden": (WALK, "part.add_(edge)", "part.add_(0 * edge.clamp(min=0))", 1),
     "aligned to the top left": (WALK, "return self.len_k - self.len_q", "return 0", 1),
-    "first tile skipped": (WALK, "range(self.start, self.end, width)", "range(self.start + width, self.end, width)", 1),
+    "first tile skipped": (WALK, "range(first, end, width)", "range(first + width, end, width)", 1),
     "first row that sees a key skipped": (WALK, "in reversed(range(", "in reversed(range(1 + ", 1),
     "KV heads taken in turn": (
         WALK,

@@ -98,7 +98,7 @@ class Geometry(NamedTuple):
 
 class RowBlock(NamedTuple):
     """Rows `[row, row + rows)` and the columns `[start, end)` that they see; all of them see `[full_start, full_end)`. Of a
-    `Pattern` they may also see `[0, early)`, before `start`."""
+    `Pattern` all of them also see `[0, early)`, before `start`."""
 
     geometry: Geometry
     row: int
@@ -135,7 +135,7 @@ class RowBlock(NamedTuple):
 
         Adding -inf is 5 times faster than overwriting, but keeps NaN: `exact` overwrites.
         """
-        for low, high in ((0, self.early), (self.start, self.full_start), (self.full_end, self.end)):
+        for low, high in ((self.start, self.full_start), (self.full_end, self.end)):
             low, high = max(low, cols.start), min(high, cols.stop)
             if low >= high:
                 continue
