@@ -254,7 +254,6 @@ def may_refuse(case: Case, backend: str) -> bool:
         return True
     if backend == "dense" and (case.problem.packed or case.family == "large"):
         return True
-    plain = case.problem.plain and case.problem.windowed
     if backend == "split_kv" and (case.problem.packed or not plain):  # packed keys: in pages (`paged_cases.py`)
         return True
     return backend in ("q_outer", "kv_outer", "dense", "split_kv") and case.problem.dtype_name == "fp64"
