@@ -40,6 +40,11 @@ MODELS = {
     "gemma2": lambda: transformers.Gemma2ForCausalLM(  # soft-capped scores, low enough to be felt
         transformers.Gemma2Config(**SIZES, sliding_window=4, attn_logit_softcapping=1.5, query_pre_attn_scalar=16)
     ),
+    "llama4": lambda: transformers.Llama4ForCausalLM(  # chunks
+        transformers.Llama4TextConfig(
+            **SIZES, attention_chunk_size=5, no_rope_layers=[1, 0], num_local_experts=2, intermediate_size_mlp=48
+        )
+    ),
     "gpt_oss": lambda: transformers.GptOssForCausalLM(  # sinks
         transformers.GptOssConfig(**SIZES, sliding_window=4, num_local_experts=2, num_experts_per_tok=1)
     ),
@@ -301,7 +306,7 @@ def test_compile_with_a_static_cache(name, padding):
 def mask_calls(draw):
     """Arguments of a mask function as caches make them: growing, windowed and static; padding anywhere but in the middle."""
     batch, q_length, past = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.integers(0, 8))
-    window = draw(st.none() | st.integers(1, 6))
+    window, chunked = draw(st.none() | st.integers(1, 6)), draw(st.booleans())
     function = masks.causal_mask_function if window is None else masks.sliding_window_causal_mask_function(window)
     call = {"batch_size": batch, "q_length": q_length, "mask_function": function, "kv_offset": 0, "q_offset": past}
     cache = draw(st.sampled_from(["grow", "static"] + ["window"] * (window is not None)))
@@ -316,6 +321,11 @@ def mask_calls(draw):
         positions = torch.arange(past + q_length)
         ends = [sorted(draw(st.tuples(*[st.integers(0, past + q_length)] * 2))) for _ in range(batch)]
         call["attention_mask"] = torch.stack([(positions >= start) & (positions < end) for start, end in ends])
+    if chunked and window is not None:  # chunks begin behind the padding
+        padding = torch.zeros(batch, dtype=torch.long)
+        if "attention_mask" in call:
+            padding = (call["attention_mask"].cumsum(-1) == 0).sum(-1)
+        call["mask_function"] = masks.chunked_causal_mask_function(window, padding)
     return call
 
 
@@ -461,12 +471,6 @@ def test_layers_refuse(kwargs, says):
 
 
 def test_models_refuse():
-    llama4 = transformers.Llama4ForCausalLM(
-        transformers.Llama4TextConfig(**SIZES, attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=48)
-    )
-    llama4.set_attn_implementation("rowmax")
-    with pytest.raises(Unsupported, match="another"):
-        llama4.eval()(IDS)
     llama = build("llama")
     llama.set_attn_implementation("rowmax")
     with pytest.raises(Unsupported, match="pad on the left"):  # the padding ends up in the middle
@@ -479,7 +483,10 @@ def test_masks_refuse():
     call = {"batch_size": 1, "q_length": 6, "kv_length": 6}
     other = (
         masks.or_masks(masks.causal_mask_function, masks.bidirectional_mask_function),
-        masks.and_masks(masks.causal_mask_function, masks.chunked_overlay(2, torch.zeros(1, dtype=torch.long))),
+        masks.chunked_overlay(2, torch.zeros(1, dtype=torch.long)),
+        masks.and_masks(
+            masks.sliding_window_causal_mask_function(3), masks.chunked_overlay(2, torch.zeros(1, dtype=torch.long))
+        ),
         masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: k % 2 == 0),
         lambda b, h, q, k: q <= k,
         lambda b, h, q, k: (k <= q) | (k == 0),

@@ -66,7 +66,8 @@ def stream(
 
     Raises:
         ProblemError: an empty prompt, one that never fits into the cache, or another attention implementation.
-        Unsupported: the model keeps keys and values elsewhere, or its scores are bent (soft-cap, sinks).
+        Unsupported: the model keeps keys and values elsewhere, or its scores are bent (soft-cap, sinks), or it
+            attends in chunks.
     """
     implementation = str(model.config._attn_implementation)
     if not implementation.startswith(NAME):

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, modeling_fl
 import rowmax
 from rowmax import flash_attn
 from rowmax.errors import Unsupported
-from rowmax.integrations.transformers import _refuse_unserved, attend, make_mask
+from rowmax.integrations.transformers import _refuse_unserved, attend, make_mask, refuse_chunks
 
 NAME = "rowmax_flash2"
 
@@ -64,6 +64,7 @@ def attend_batch(
     table, bounds_q, bounds_k = (kwargs.pop(name, None) for name in ("block_table", "cu_seq_lens_q", "cu_seq_lens_k"))
     k_pages, v_pages = kwargs.pop("k_cache", None), kwargs.pop("v_cache", None)
     _refuse_unserved(dropout, kwargs)
+    refuse_chunks(module)
     call: dict[str, Any] = {"scale": scaling, "window": (None if sliding_window is None else sliding_window - 1, 0)}
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, H, D]
     if table is None:

@@ -9,8 +9,8 @@ the rest, what `make_mask` found travels to the layers as one small int32 tensor
 
     [rows, right, left, columns]        (`_carry`, `_limits`)
 
-whose middle two *sizes* say how far a query sees to each side of its own position, and whose data (stride 0 in between)
-depend on `columns`:
+whose middle two *sizes* say how far a query sees to each side of its own position (or in chunks of what size), and whose
+data (stride 0 in between) depend on `columns`:
 
     0               no data: the first `rows` keys exist and the last query is aligned with the last of them
     1               packed sequences: the data are `cu_seqlens` over the flattened batch
@@ -21,18 +21,18 @@ Facts known to the host (limits, the number of keys) must not depend on reading 
 `torch.compile` and `generate`, which make masks in one place and use them in another; a tensor's shape does both.
 
 Differences from eager attention, by intention: the output at a padded position is 0 (eager computes a value there that
-nothing reads). What cannot be served (arbitrary 4-D masks, chunked or block patterns, position biases, ...)
+nothing reads). What cannot be served (arbitrary 4-D masks, block patterns, position biases, ...)
 raises `rowmax.Unsupported`; nothing is computed in another way than the model asked for.
 """
 
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import rowmax
 from rowmax.errors import Unsupported
+from rowmax.integrations.mask_functions import EAGER, INSTEAD, Limit, read
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -45,12 +45,11 @@ except ImportError as error:
     ) from error
 
 NAME = "rowmax"
-_EAGER = 'load the model with attn_implementation="eager"'
-_INSTEAD = _EAGER + ' or "sdpa"'
 
 # Sizes in the middle of the carried shape: _UNLIMITED for no limit, else 1 + the limit above it. The number keeps the
 # shape apart from that of an integer mask made by a user, whose second size is 1 or the number of heads.
 _UNLIMITED = 23
+_CHUNKED = 22  # instead of the limit to the right: causal within chunks, whose size stands for the limit to the left
 _ROW_COLUMNS = 10  # five ends of runs for the queries, then five for the keys (`_row_ends`)
 _TOKEN_COLUMNS = _ROW_COLUMNS + 1  # and the number of keys
 _WHOLE_COLUMNS = _ROW_COLUMNS + 2  # and the number of the row
@@ -65,9 +64,6 @@ _UNSERVED = {
     "k_cache": "a paged cache",
     "v_cache": "a paged cache",
 }
-
-# A side of the band: how many keys a query sees beyond its own position, None for all of them.
-Limit = Optional[int]
 
 
 # ---- once per forward pass: the mask -------------------------------------------------------------------------------
@@ -101,9 +97,11 @@ def make_mask(
     """
     if cache_position is not None:
         q_length, q_offset = cache_position.shape[0], _first_position(cache_position, kv_length + kv_offset)
-    left, right, sequence_ids, *_ = _read_pattern(mask_function, custom=use_vmap)
+    left, right, sequence_ids, _, chunk, padding, _ = read(mask_function, custom=use_vmap)
+    if chunk is not None and kv_offset == 0 and kv_length <= chunk:
+        chunk = None  # there is but one
     if sequence_ids is not None:
-        return _carry(_packed_bounds(sequence_ids), left, right)
+        return _carry(_packed_bounds(sequence_ids), left, right, chunk)
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.reshape(())  # shape [1] in some versions
     unlimited = left is None and right is None
@@ -113,11 +111,13 @@ def make_mask(
     if right != 0 and (on_device or end != kv_length):
         raise Unsupported(
             f"rowmax attention: the mask lets queries see keys after their own position, but the last query is not at the "
-            f"last of the {kv_length} keys; {_INSTEAD}."
+            f"last of the {kv_length} keys; {INSTEAD}."
         )
     if not on_device and not 0 <= end <= kv_length:
-        raise Unsupported(f"rowmax attention: the last query is at key {end - 1} of {kv_length}; {_INSTEAD}.")
+        raise Unsupported(f"rowmax attention: the last query is at key {end - 1} of {kv_length}; {INSTEAD}.")
 
+    if chunk is not None and padding is not None:
+        return _in_chunks(chunk, padding, attention_mask, q_length, kv_length, kv_offset, end)
     if attention_mask is not None:
         start, stop, whole = _real_range(attention_mask, kv_offset, end)
         if isinstance(end, Tensor) or not whole:
@@ -130,121 +130,32 @@ def make_mask(
     return _carry(torch.empty((end, 0), dtype=torch.int32, device=device), left, right)
 
 
+def _in_chunks(chunk: int, padding: Tensor, attention_mask, q_length: int, kv_length: int, kv_offset: int, end) -> Tensor:
+    """What is carried where queries see their own chunk only. A row's first chunk begins behind its padding."""
+    if kv_offset and kv_length - q_length < chunk - 1:
+        raise Unsupported(
+            f"rowmax attention: of {kv_offset + kv_length} positions in chunks of {chunk} the layers pass {kv_length}, "
+            f"too few to begin a chunk before {q_length} queries; {INSTEAD}."
+        )
+    start, stop, whole = padding * 0, padding * 0 + end, not isinstance(end, Tensor)
+    if attention_mask is not None:
+        start, stop, whole = _real_range(attention_mask, kv_offset, end)
+    if q_length == 1:  # its chunk is all that it sees
+        start = torch.maximum(start, end - 1 - (end - 1 + kv_offset - padding) % chunk)
+        return _carry(_row_ends(torch.minimum(start, stop), stop, end, 1, kv_length, False), None, 0)
+    if whole and not kv_offset:
+        return _carry(torch.empty((end, 0), dtype=torch.int32, device=padding.device), None, 0, chunk)
+    # Where the first keys are gone, the rest of their chunk is seen by nobody.
+    start = torch.maximum(start, -(kv_offset - padding).clamp(min=0) % chunk)
+    return _carry(_row_ends(torch.minimum(start, stop), stop, end, q_length, kv_length, False), None, 0, chunk)
+
+
 def _first_position(cache_position: Tensor, keys: int) -> Union[int, Tensor]:
     """The first query's position; read to the host only where it lets the mask be dropped (a cache that grows)."""
     if is_tracing(cache_position):
         return cache_position[0]
     first = int(cache_position[0])
     return first if first == 0 or first + cache_position.shape[0] == keys else cache_position[0]
-
-
-class _Seen(NamedTuple):
-    """What a mask function says: a band around a query's own position, perhaps within sequences."""
-
-    left: Limit = None
-    right: Limit = None
-    sequence_ids: Optional[Tensor] = None
-    by_position: bool = False  # the band counts positions inside a sequence, not tokens of the batch
-    device: None = None  # read and ignored by transformers' intersection of masks
-
-    def to(self, _) -> "_Seen":
-        return self
-
-    def __and__(self, other: "_Seen") -> "_Seen":
-        ids = other.sequence_ids if self.sequence_ids is None else self.sequence_ids
-        by_position = self.by_position or other.by_position
-        return _Seen(_tighter(self.left, other.left), _tighter(self.right, other.right), ids, by_position)
-
-
-class _Index:
-    """Stands for every query ("q") or every key ("k") in a mask function, in place of a tensor of indices.
-
-    It knows the few operations of masks that are bands; any other raises, and so refuses the mask. `table`: the tensor
-    in which the index was looked up; `offset`: what was added.
-    """
-
-    def __init__(self, axis: str, table: Optional[Tensor] = None, offset: int = 0):
-        self.axis, self.table, self.offset = axis, table, offset
-
-    def new_ones(self, *_, **__) -> _Seen:
-        return _Seen()
-
-    def __sub__(self, other):
-        if isinstance(other, _Index):
-            return _Distance(self, other)
-        return _Index(self.axis, self.table, self.offset - other)
-
-    def __ge__(self, other) -> _Seen:  # query >= 0: always
-        return _Seen() if other == 0 and self.offset == 0 else NotImplemented
-
-    def __le__(self, query) -> _Seen:  # key <= query
-        return self._band(query, right=query.offset - self.offset)
-
-    def __gt__(self, query) -> _Seen:  # key > query - window
-        return self._band(query, left=self.offset - query.offset - 1)
-
-    def __eq__(self, other):  # the same sequence
-        if self.table is None or self.table is not other.table or {self.axis, other.axis} != {"q", "k"}:
-            return NotImplemented
-        return _Seen(sequence_ids=self.table)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _band(self, query: "_Index", left: Limit = None, right: Limit = None) -> _Seen:
-        if (self.axis, query.axis) != ("k", "q") or self.table is not query.table:
-            raise TypeError("a comparison that is not of a key with a query")
-        return _Seen(left, right, None, self.table is not None)
-
-
-class _Distance:
-    """The distance between a query and a key."""
-
-    def __init__(self, a: _Index, b: _Index):
-        self.key, self.query = (a, b) if a.axis == "k" else (b, a)
-
-    def __abs__(self) -> "_Distance":
-        return self
-
-    def __le__(self, window: int) -> _Seen:
-        return self.key._band(self.query, window, window)
-
-
-class _Lookups(TorchFunctionMode):
-    """`table[batch, index]` with an `_Index` gives an `_Index`."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][-1], _Index):
-            return _Index(args[1][-1].axis, args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _read_pattern(function, custom: bool) -> _Seen:
-    """What a mask function does, found by calling it on symbols: no tensor of indices, no private name.
-
-    Raises:
-        Unsupported: it does something that a band of keys, perhaps within sequences, cannot express.
-    """
-    if custom:  # its ids need not be runs, its values need not be indices
-        raise Unsupported(_unknown(function))
-    try:
-        with _Lookups():
-            seen = function(None, None, _Index("q"), _Index("k"))
-    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise Unsupported(_unknown(function)) from error
-    if not isinstance(seen, _Seen) or (seen.by_position and seen.sequence_ids is None):
-        raise Unsupported(_unknown(function))
-    return seen
-
-
-def _unknown(function) -> str:
-    return (
-        f"rowmax attention serves causal, bidirectional, sliding-window, padded and packed masks; this model asks for another "
-        f"('{getattr(function, '__qualname__', '?')}'). Instead, {_INSTEAD}."
-    )
-
-
-def _tighter(a: Limit, b: Limit) -> Limit:
-    return b if a is None else a if b is None else min(a, b)
 
 
 def _packed_bounds(sequence_ids: Tensor) -> Tensor:
@@ -286,7 +197,7 @@ def _real_range(attention_mask: Tensor, kv_offset: int, end: Union[int, Tensor])
         return start, start + count, False
     fine, whole = torch.stack([contiguous, (count == end).all()]).tolist()
     if not fine:
-        raise Unsupported(f"{problem}. Otherwise {_INSTEAD}.")
+        raise Unsupported(f"{problem}. Otherwise {INSTEAD}.")
     return start, start + count, whole
 
 
@@ -315,9 +226,11 @@ def _row_ends(
     return torch.stack(runs).to(torch.int32).t()  # columns without gaps
 
 
-def _carry(data: Tensor, left: Limit, right: Limit) -> Tensor:
+def _carry(data: Tensor, left: Limit, right: Limit, chunk: Optional[int] = None) -> Tensor:
     """int32 `[rows, columns]` as `[rows, right, left, columns]`, see the module's docstring; no memory is added."""
-    sizes = (_UNLIMITED if side is None else _UNLIMITED + 1 + side for side in (right, left))
+    sizes = [_UNLIMITED if side is None else _UNLIMITED + 1 + side for side in (right, left)]
+    if chunk is not None:
+        sizes = [_CHUNKED, _UNLIMITED + 1 + chunk]
     return data[:, None, None].expand(data.shape[0], *sizes, data.shape[1])
 
 
@@ -326,10 +239,10 @@ def no_mask(device) -> Tensor:
     return _carry(torch.empty((0, 0), dtype=torch.int32, device=device), None, None)
 
 
-def _limits(mask: Tensor) -> tuple[Limit, Limit]:
-    """`(left, right)` back from the shape."""
+def _limits(mask: Tensor) -> tuple[Limit, Limit, Optional[int]]:
+    """`(left, right, chunk)` back from the shape."""
     right, left = (None if size == _UNLIMITED else size - _UNLIMITED - 1 for size in mask.shape[1:3])
-    return left, right
+    return (None, 0, left) if mask.shape[1] == _CHUNKED else (left, right, None)
 
 
 def _is_carried(mask: Tensor) -> bool:
@@ -337,7 +250,8 @@ def _is_carried(mask: Tensor) -> bool:
         mask.dim() == 4
         and mask.dtype == torch.int32
         and mask.shape[3] in (0, 1, _ROW_COLUMNS, _TOKEN_COLUMNS, _WHOLE_COLUMNS)
-        and min(mask.shape[1], mask.shape[2]) >= _UNLIMITED
+        and mask.shape[1] >= _CHUNKED
+        and mask.shape[2] >= _UNLIMITED
     )
 
 
@@ -377,8 +291,10 @@ def attend(
     """
     _refuse_unserved(0.0, kwargs)
     if (pages := kwargs.get("rowmax_pages")) is not None:  # of `concurrent`, which knows what the queries see
+        refuse_chunks(module)
         given = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return pages.attend(module, query, key, value, **given), None
+    chunk = None
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         left = None if sliding_window is None else sliding_window - 1
@@ -386,21 +302,23 @@ def attend(
         if causal and query.shape[2] > key.shape[2] and cu_seq_lens_q is None:
             raise Unsupported(
                 f"rowmax attention: causal attention of {query.shape[2]} queries over {key.shape[2]} keys without a mask has "
-                f"no agreed alignment; {_INSTEAD}."
+                f"no agreed alignment; {INSTEAD}."
             )
     elif not _is_carried(attention_mask):
         raise Unsupported(
             f"rowmax attention takes no dense masks; got a {attention_mask.dtype} mask of shape {list(attention_mask.shape)}. "
-            f"Pass a 2-D padding mask, packed position_ids or no mask; or {_INSTEAD}."
+            f"Pass a 2-D padding mask, packed position_ids or no mask; or {INSTEAD}."
         )
     else:
-        left, right = _limits(attention_mask)
+        left, right, chunk = _limits(attention_mask)
         if sliding_window is not None and left != sliding_window - 1:
             raise Unsupported(
                 f"rowmax attention: the layer has sliding_window={sliding_window}, its mask was made for "
-                f"{'no window' if left is None else f'a window of {left + 1}'}; {_INSTEAD}."
+                f"{'no window' if left is None else f'a window of {left + 1}'}; {INSTEAD}."
             )
     call: dict[str, Any] = {"window": (left, right), "scale": scaling}
+    if chunk is not None:
+        call["chunk"] = chunk
     if softcap is not None:
         call["softcap"] = softcap
     if s_aux is not None:
@@ -433,10 +351,19 @@ def _refuse_unserved(dropout: float, kwargs: dict) -> None:
             f"rowmax attention has no dropout while serving; the model asks for {dropout}. Set config.attention_dropout = 0.0."
         )
     if kwargs.get("output_attentions"):
-        raise Unsupported(f"rowmax attention never stores the weights; for output_attentions=True {_EAGER}.")
+        raise Unsupported(f"rowmax attention never stores the weights; for output_attentions=True {EAGER}.")
     for name, what in _UNSERVED.items():
         if kwargs.get(name) is not None:
-            raise Unsupported(f"rowmax attention does not compute {what} ('{name}'), which this model uses; {_EAGER}.")
+            raise Unsupported(f"rowmax attention does not compute {what} ('{name}'), which this model uses; {EAGER}.")
+
+
+def refuse_chunks(module: torch.nn.Module) -> None:
+    """Where the model's masks, which would say it, are not made."""
+    kinds, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and index is not None and kinds[index] == "chunked_attention":
+        raise Unsupported(
+            "rowmax serves no layers of chunked attention, which this model has, from pages: call model.generate."
+        )
 
 
 def _by_token(query, key, value, cu_seqlens_q, cu_seqlens_k, call) -> Tensor:
@@ -458,7 +385,7 @@ def _by_row(query, key, value, ends, call) -> Tensor:
         raise Unsupported(f"rowmax attention: the mask was made for a batch of {ends.shape[0]}, the queries have {batch}.")
     stored = key.is_contiguous() and value.is_contiguous()
     needs_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if stored and ends.shape[1] > _ROW_COLUMNS and not needs_gradient and not {"sink", "softcap"} & call.keys():
+    if stored and ends.shape[1] > _ROW_COLUMNS and not needs_gradient and not {"sink", "softcap", "chunk"} & call.keys():
         return _one_token(query, key, value, ends, call)
     by_head = stored and len_q * heads_q <= len_k * heads_k
     by_head = by_head and "sink" not in call  # sinks differ between heads, which would be sequences
