@@ -239,9 +239,10 @@ def may_refuse(case: Case, backend: str) -> bool:
         return str(case.problem) not in ATEN_RUNS
     backend = backend.partition("[")[0]
     plain = case.problem.plain and case.problem.windowed
-    if backend == "hopper":  # 16 bits, plain scores; `tests/kernels/test_gluon_plan.py` pins what it takes
+    if backend == "hopper":  # 16 bits; `tests/kernels/test_gluon_plan.py` and `test_gluon_scores.py` pin what it takes
         return (
-            not plain
+            bool(case.problem.pairs or case.problem.dropout or not case.problem.windowed)
+            or case.problem.softcap > 1000
             or case.problem.dtype_name not in ("fp16", "bf16")
             or case.layout in ("odd", "broadcast")
             or _odd_dims(case.problem)

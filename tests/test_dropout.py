@@ -193,4 +193,4 @@ def test_problems_with_dropout():
     assert Problem.parse(str(problem)) == problem
     plan = rowmax.plan(problem, rowmax.Device.named("H200"))
     assert plan.algorithm == "q_outer"
-    assert "plain scores" in dict(plan.refusals)["hopper"]
+    assert "no dropout" in dict(plan.refusals)["hopper"]

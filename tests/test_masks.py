@@ -259,7 +259,7 @@ def test_other_backends_say_why_they_pass_such_a_problem_over():
     problem = Problem.parse("b4 h16 q4096 k4096 d128 bf16 causal bias(hqk)")
     plan = rowmax.plan(problem, rowmax.Device.named("H200"))
     assert plan.algorithm == "q_outer"
-    assert "plain scores" in dict(plan.refusals)["hopper"]
+    assert "no bias" in dict(plan.refusals)["hopper"]
     with pytest.raises(Unsupported, match="bias or mask"):
         rowmax.plan(problem, rowmax.Device("CPU", "cpu"), prefer="aten")
 

@@ -258,9 +258,10 @@ def test_the_operator_takes_slopes_and_sinks_in_the_type_of_the_lse():
         FORWARD_SCORED(False, *arguments(problem, operands._replace(sink=operands.sink.double())))
 
 
-def test_hopper_says_why_it_passes_such_a_problem_over():
+def test_hopper_takes_the_forward_and_says_why_it_passes_the_backward_over():
     for words in ("softcap=30.0", "alibi", "sink"):
         problem = Problem.parse(f"b4 h16 q4096 k4096 d128 bf16 causal {words}")
-        plan = rowmax.plan(problem, rowmax.Device.named("H200"))
+        assert rowmax.plan(problem, rowmax.Device.named("H200")).algorithm == "hopper"
+        plan = rowmax.plan(problem, rowmax.Device.named("H200"), direction="backward")
         assert plan.algorithm == "q_outer"
         assert "plain scores" in dict(plan.refusals)["hopper"]

@@ -23,6 +23,7 @@ import threading
 import types
 from typing import Any, Optional
 
+import simulate_scores
 import torch
 
 from rowmax.kernels import address, hopper_forward, launch, tile_ops
@@ -282,6 +283,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         minimum=_either(torch.minimum, min),
         maximum=_either(torch.maximum, max),
         max=lambda x, axis: x.max(axis).values,
+        min=lambda x, axis: x.min(axis).values,
         sum=lambda x, axis: x.sum(axis),
         split=lambda x: x.unbind(-1),
         SliceLayout=lambda axis, layout: None,
@@ -386,16 +388,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         wait=wait,
         arrive=arrive,
     )
-    names = (
-        "score_layout",
-        "out_layout",
-        "weight_layout",
-        "row_layout",
-        "column_layout",
-        "axis_layout",
-        "number_layout",
-        "slot_layout",
-    )
+    names = ("score", "out", "weight", "row", "column", "axis", "number", "slot")
     return {
         "gl": gl,
         "tl": gl,
@@ -407,10 +400,11 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         "named_barrier": named_barrier,
         "opaque": lambda x: x,
         "scale_unless_one": lambda acc, factor, count: acc * factor,
+        **simulate_scores.NAMES,
         "warpgroup_mma": multiply,
         "warpgroup_mma_wait": multiply_wait,
         "fence_async_shared": fence,
-        **{name: (lambda *_: None) for name in names},
+        **{f"{name}_layout": (lambda *_: None) for name in names},
     }
 
 
@@ -434,7 +428,11 @@ def sources(*mutants: tuple[str, str], kernel: str = "forward", lender: str = ""
     `lender`: another kernel, whose functions this one takes as they are.
     """
     mask = importlib.import_module("rowmax.mask")
-    own = [importlib.import_module(f"rowmax.kernels.gluon.{name}") for name in ("index", "ring", lender, kernel) if name]
+    own = [
+        importlib.import_module(f"rowmax.kernels.gluon.{name}")
+        for name in ("index", "ring", "scores", "softmax", lender, kernel)
+        if name
+    ]
     modules = (mask, tile_ops, address, *own)
     texts = [inspect.getsource(module) for module in modules]
     replaced = [i for i, module in enumerate(modules) if not lender or not module.__name__.endswith(f".{lender}")]

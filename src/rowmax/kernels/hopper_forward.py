@@ -10,11 +10,11 @@ import torch
 import triton
 
 from rowmax.kernels import scratch
-from rowmax.kernels.launch import Call, _bounded, _launch, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.launch import Call, _bounded, _cap, _launch, _padded, _programs, _row_tiles, _strides
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
-from rowmax.plan.hopper import HopperTile, out_columns, padded_dims
+from rowmax.plan.hopper import HopperTile, cap_factor, out_columns, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -42,10 +42,10 @@ class Again:
         self._numbers = [call.numbers for call in calls]
         self._device_index = device_index
 
-    def __call__(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> None:
+    def __call__(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores) -> None:
         stream = self._forward.stream()
         key, memory = scratch.take(q, self._device_index, stream, self._size)
-        launches, _order = self._launches(memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        launches, _order = self._launches(memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
         for launcher, arguments in launches:
             launcher.enqueue(stream, *arguments)
         scratch.give_back(key, memory)
@@ -62,8 +62,11 @@ class Again:
 
         return run
 
-    def _launches(self, memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k) -> tuple[list, Optional[torch.Tensor]]:
+    def _launches(
+        self, memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sink=None, *_
+    ) -> tuple[list, Optional[torch.Tensor]]:
         """Launchers with their arguments, and memory that lasts until they have run."""
+        scores = [None if t is None else t.data_ptr() for t in (slopes, sink)]
         counter, order, order_address = memory.data_ptr(), None, None
         if self._order:
             order = q.new_empty(2 * cu_seqlens_q.numel() - 1, dtype=torch.int32)
@@ -76,9 +79,10 @@ class Again:
         *first, numbers, guard_numbers = self._numbers
         forward = (
             *(*sources[0][q], *sources[1][k], *sources[2][v], *sources[3][out], *rest, out if self._order else None),
-            *(lse, flags, counter if self._dynamic else None, cu_seqlens_q, cu_seqlens_k, order_address, *numbers),
+            *(lse, flags, counter if self._dynamic else None, cu_seqlens_q, cu_seqlens_k, order_address),
+            *(*scores, *numbers),
         )
-        guard = (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, *guard_numbers)
+        guard = (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, *scores, *guard_numbers)
         launches = [(self._forward, forward), (self._guard, guard)]
         if self._order:
             launches.insert(0, (self._order[0], (cu_seqlens_q, cu_seqlens_k, order_address, *first[0])))
@@ -115,35 +119,49 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     total = _programs(problem, tiles, problem.heads_q)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
     banded, skips = _hidden(problem, tile)
+    prescale, cap = _scored(problem)
     build = Build(
         *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv, block_o),
-        *(banded, skips, problem.scale <= 0, tile.stages, tile.q_stages, tile.consumers, tile.pingpong, tile.lazy),
-        *(tile.schedule, *tile.registers()),
+        *(banded, skips, prescale, cap is not None),
+        *(_alibi(problem), problem.sink, problem.alibi == "batch"),
+        *(tile.stages, tile.q_stages, tile.consumers),
+        *(tile.pingpong, tile.lazy),
+        tile.schedule,
+        *tile.registers(),
     )
     numbers = (
-        *(
-            problem.scale * LOG2E,
-            _bounded(problem),
-            problem.batch,
-            problem.heads_q,
-            tiles,
-            _heads_together(problem, tile),
-            total,
-        ),
+        *(problem.scale * LOG2E, cap, _bounded(problem), problem.batch, problem.heads_q, tiles),
+        *(_heads_together(problem, tile), total),
         *(problem.len_q, problem.len_k, build),
     )
+    scores = operands.slopes, operands.sink
     tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k, order)
+    tensors = (*tensors, *scores)
     forward = Call(hopper_kernel, min(sms, total), tensors, numbers, tile)
 
     numbers = (
-        *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E),
+        *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, flag_tiles, flags, problem.len_q, problem.len_k),
         *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v)),
-        *(CONSUMER_ROWS, GUARDED_FLAGS, EARLY),
+        *(CONSUMER_ROWS, GUARDED_FLAGS, EARLY, problem.alibi == "batch"),
     )
-    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k, *scores)
     guard = Call(guard_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(GUARDED_FLAGS, 1, 4, 1), EARLY)
     return *first, forward, guard
+
+
+def _scored(problem: Problem) -> tuple[bool, Optional[float]]:
+    """Whether scores are scaled before anything else, and the factor of a soft-cap's argument (`gluon/scores.py`), or None.
+
+    A scale behind the maximum must be positive; slopes are divided by it, and powers of the factor must not overflow.
+    """
+    if not problem.softcap:
+        return problem.scale <= 0 or (problem.alibi != "" and problem.scale < 1e-6), None
+    return cap_factor(problem)
+
+
+def _alibi(problem: Problem) -> str:
+    return "" if not problem.alibi else "behind" if problem.band.right == 0 else "around"
 
 
 def hopper_flags(problem: Problem) -> tuple[int, int]:

@@ -98,7 +98,7 @@ class Forward:
     def into(self, operands: Operands, out: torch.Tensor, lse: Optional[torch.Tensor]) -> Callable[[], None]:
         """A function that computes into `out` and `lse` what these tensors then hold; its calls must follow one another."""
         q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *(() if self._plain else operands[5:]))
         device = q.device
         bound: list = []
 

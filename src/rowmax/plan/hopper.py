@@ -16,6 +16,7 @@ import torch
 from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.mask import Band
+from rowmax.numerics import LOG2E
 from rowmax.plan import hopper_backward, hopper_wide
 from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.hopper_wide import HopperWideTile
@@ -33,6 +34,8 @@ _SPELLING = re.compile(
 )
 # A word of theirs -> the kind.
 BACKWARD_TILES: dict[str, Any] = {hopper_backward.MARK: HopperBackwardTile, hopper_wide.MARK: HopperWideTile}
+_CAP_FACTORS = 2.0**-11, 2.0**11
+_MORE = ("bias", "mask", "dropout", "score_mod")  # fields of a problem
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
 
@@ -119,8 +122,11 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"runs on a GPU; the tensors are on {device.kind}"
     if device.capability != (9, 0):
         return f"needs compute capability 9.0; {device.name} has {device.capability[0]}.{device.capability[1]}"
-    if not problem.plain:
-        return "computes plain scores only: no soft-cap, ALiBi or sink logits"
+    more = [word for word in _MORE if getattr(problem, word, None)]
+    if more:
+        return f"computes soft-caps, ALiBi and sink logits, but no {' and no '.join(more)}"
+    if problem.softcap and not _CAP_FACTORS[0] <= cap_factor(problem)[1] <= _CAP_FACTORS[1]:
+        return f"takes soft-caps whose polynomial is in the range of fp32, up to about 1000; {problem.softcap:g} is not"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes fp16 and bf16, not {problem.dtype_name}"
     if problem.dim_qk % 8 or problem.dim_v % 8:
@@ -130,7 +136,22 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     version = triton_version()
     if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
-    return backward_of(problem).refuses(problem) if direction == "backward" else None
+    if direction != "backward":
+        return None
+    if not problem.plain:
+        return "its backward computes plain scores only: no soft-cap, ALiBi or sink logits"
+    return backward_of(problem).refuses(problem)
+
+
+def cap_factor(problem: Problem) -> tuple[bool, float]:
+    """`(scaled, factor)`: by what scores are multiplied to be the argument of a soft-cap's tanh, raw or `scaled` to log2 units.
+
+    The coefficients of its polynomial are powers of the factor, up to the 8th, times the scale if that is not applied before.
+    """
+    factor = problem.scale / problem.softcap
+    if 1e-4 <= problem.scale <= 1e4 and _CAP_FACTORS[0] <= factor <= _CAP_FACTORS[1]:
+        return False, factor
+    return True, 1.0 / (problem.softcap * LOG2E)
 
 
 def backward_of(problem: Problem) -> Any:

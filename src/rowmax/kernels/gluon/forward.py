@@ -45,7 +45,7 @@ from rowmax.kernels.gluon.layouts import (
     score_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import opaque, scale_unless_one, store_wait, tma_store
+from rowmax.kernels.gluon.names import as_bits, as_number, opaque, scale_unless_one, store_wait, tma_store
 from rowmax.kernels.gluon.ring import (
     begin_turns,
     buffer_of,
@@ -61,6 +61,8 @@ from rowmax.kernels.gluon.ring import (
     wait_full,
     wait_told,
 )
+from rowmax.kernels.gluon.scores import add_slopes, cap_scores, capped_tile, with_sink
+from rowmax.kernels.gluon.softmax import capped_step, finish, online_step, thread_sum
 from rowmax.kernels.tile_ops import end_key, first_key, key_ranges
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at once
@@ -68,6 +70,9 @@ SLOTS = gl.constexpr(3)  # row tiles that consumers know of: the one stored, the
 # What consumers are told of a tile. TURNS: of key tiles; 0: there is no further tile.
 TURNS, ROW, HEAD, BATCH, FLAG, START, FULL, FULL_END, BEGIN_Q, LEN_Q, BEGIN_K, LEN_K = map(gl.constexpr, range(12))
 FIELDS = gl.constexpr(12)
+SLOPE = gl.constexpr(12)  # where scores are bent: numbers of the head, in units of scores and of log2
+SINK = gl.constexpr(13)
+BENT_FIELDS = gl.constexpr(14)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Build:
         BANDED: behind the first key tile that a consumer takes, keys may be hidden from some of its rows.
         SKIPS: a consumer leaves out key tiles that are hidden from all its rows.
         PRESCALE: see the portable kernel.
+        CAP, SINK: there is a soft-cap, a sink. ALIBI: "", "behind" where no visible key lies ahead of its query, or "around".
+        PER_SEQUENCE: slopes are [B, H].
         STAGES, Q_STAGES: K/V tiles and Q tiles in flight.
         LAZY: a maximum that grows by less than 2^8 stays, so that most turns leave the accumulator as it is.
         SCHEDULE: "static", block i takes tiles i, i + blocks, ...; "dynamic", the next one when free.
@@ -99,6 +106,10 @@ class Build:
     BANDED: bool
     SKIPS: bool
     PRESCALE: bool
+    CAP: bool
+    ALIBI: str
+    SINK: bool
+    PER_SEQUENCE: bool
     STAGES: int
     Q_STAGES: int
     CONSUMERS: int
@@ -174,7 +185,22 @@ def _counted(work):
 
 
 @gluon.jit
-def announce(tile, round, work, band, total, slots, BUILD: gl.constexpr):
+def _of_head(head, sequence, heads, bent, BUILD: gl.constexpr):
+    """Bits of the slope, in units of scores, and of the sink, in units of log2."""
+    slopes_ptr, sink_ptr, unit = bent
+    slope = head * 0
+    sink = head * 0
+    if BUILD.ALIBI != "":
+        if BUILD.PER_SEQUENCE:
+            slopes_ptr += sequence.to(gl.int64) * heads
+        slope = as_bits(gl.load(slopes_ptr + head) * 1.4426950408889634 / unit)
+    if BUILD.SINK:
+        sink = as_bits(gl.load(sink_ptr + head) * 1.4426950408889634)
+    return slope, sink
+
+
+@gluon.jit
+def announce(tile, round, work, bent, band, total, slots, BUILD: gl.constexpr):
     """Tell the consumers of a tile; none left: of one with 0 turns. Returns the turns.
 
     Rows that see nothing take one turn too, in which every element is masked.
@@ -194,14 +220,17 @@ def announce(tile, round, work, band, total, slots, BUILD: gl.constexpr):
         numbers = (
             turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k
         )  # fmt: skip
-        publish(slots, numbers, round, SLOTS)
+        if BUILD.ALIBI != "" or BUILD.SINK:
+            publish(slots, numbers + _of_head(head, b + sequence, heads, bent, BUILD), round, SLOTS)
+        else:
+            publish(slots, numbers, round, SLOTS)
     else:
         publish(slots, (turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns), round, SLOTS)
     return turns
 
 
 @gluon.jit
-def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD: gl.constexpr):
+def _producer(work, bent, band, total, counter, sources, buffers, rings, slots, BUILD: gl.constexpr):
     """Fetches all that the tiles of a block need. `round` counts tiles, `turn` key tiles.
 
     The next tile is taken as late as its first loads allow, with two key tiles of this one to go: a tile taken early is one
@@ -219,7 +248,7 @@ def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD:
     tile = gl.program_id(0)
     if BUILD.PACKED:
         work, total = _counted(work)
-    turns = announce(tile, round, work, band, total, slots, BUILD)
+    turns = announce(tile, round, work, bent, band, total, slots, BUILD)
     while turns > 0:
         b = told(slots, round, SLOTS, BATCH)
         head = told(slots, round, SLOTS, HEAD)
@@ -236,7 +265,7 @@ def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD:
             turn += 1
             if j == gl.maximum(turns - 2, 0):
                 tile = _next(tile, counter, BUILD)
-                following = announce(tile, round + 1, work, band, total, slots, BUILD)
+                following = announce(tile, round + 1, work, bent, band, total, slots, BUILD)
         turns = following
         round += 1
     if BUILD.SCHEDULE == "dynamic":  # whoever got `total - 1` is the last to add: it leaves 0 to the next call
@@ -244,44 +273,6 @@ def _producer(work, band, total, counter, sources, buffers, rings, slots, BUILD:
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _thread_sum(p):
-    """`[M, N]` to `[M, 4]`: what each thread of a quad holds of a row, summed."""
-    parts = p.reshape([p.shape[0], 2, p.shape[1] // 16, 4, 2])
-    return gl.sum(gl.sum(gl.sum(parts, 4), 2), 1)
-
-
-@gluon.jit
-def online_step(s, m, l, scale_log2, FIRST: gl.constexpr, EMPTY: gl.constexpr, LAZY: gl.constexpr):
-    """`tile_ops.online_step` with l `[M, 4]`, summed over the row only at the end. `EMPTY`: a row may have seen nothing yet."""
-    m_new = gl.max(s, 1)
-    if not FIRST:
-        m_new = gl.maximum(m, m_new)
-        if LAZY:
-            m_new = gl.where((m_new - m) * scale_log2 <= 8.0, m, m_new)
-    pivot = m_new * scale_log2
-    if EMPTY:
-        pivot = gl.where(m_new == float("-inf"), 0.0, pivot)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(pivot, 1))
-    if FIRST:
-        return p, m_new, _thread_sum(p), gl.full(m_new.shape, 1.0, gl.float32, m_new.type.layout)
-    else:
-        alpha = gl.exp2(m * scale_log2 - pivot)
-        if LAZY:
-            alpha = gl.where(m_new == m, 1.0, alpha)
-        own = gl.convert_layout(alpha, row_layout(l.type.layout))
-        return p, m_new, l * gl.expand_dims(own, 1) + _thread_sum(p), alpha
-
-
-@gluon.jit
-def finish(m, l, scale_log2):
-    """`(1 / l, lse)` as in `tile_ops.finish`; the product with the accumulator waits for the last P V."""
-    empty = l == 0.0
-    l_safe = gl.where(empty, 1.0, l)
-    lse = gl.where(empty, float("-inf"), (m * scale_log2 + gl.log2(l_safe)) * 0.6931471805599453)
-    return 1.0 / l_safe, lse
 
 
 @gluon.jit
@@ -321,12 +312,14 @@ def _scale_rows(acc, factor):
 
 @gluon.jit
 def _softmax(
-    s, m, l, slots, round, key_tile, full, work, band, scale_log2, v_buffers,
+    s, m, l, slots, round, key_tile, full, work, band, scale_log2, cap, v_buffers,
     FIRST: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """`(p, m, l, alpha)`, p as the first factor of P V. `full`: key tiles from one to below the other need no mask."""
     if BUILD.PRESCALE:
         s = s * scale_log2
+    if BUILD.CAP:
+        s, top, factors = cap_scores(s, cap, 1.0 if BUILD.PRESCALE else scale_log2, BUILD.BLOCK_N // 2)
     if FIRST or BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
         first, end = full
         if (key_tile < first) | (key_tile >= end):
@@ -337,7 +330,24 @@ def _softmax(
             row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
             col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
             s = _mask(s, row, col, len_k, len_k - len_q, band)
-    p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE else scale_log2, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY)
+    if BUILD.ALIBI != "":
+        if BUILD.CAP:
+            s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
+        _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
+        if BUILD.PACKED:
+            len_q = told(slots, round, SLOTS, LEN_Q)
+            len_k = told(slots, round, SLOTS, LEN_K)
+        row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
+        col = key_tile * BUILD.BLOCK_N + told(slots, round, SLOTS, START)
+        s = add_slopes(s, row, col, len_k - len_q, as_number(told(slots, round, SLOTS, SLOPE)), BUILD.ALIBI == "around")
+    if BUILD.CAP and BUILD.ALIBI == "":
+        p, m, l, alpha = capped_step(
+            s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY
+        )
+    else:
+        p, m, l, alpha = online_step(
+            s, m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY
+        )
     return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
 
@@ -390,7 +400,20 @@ def _close(m, l, slots, round, scale_log2, work, out, CONSUMER: gl.constexpr, BU
     _o_ptr, lse_ptr, _suspect_ptr = out
     m = gl.convert_layout(m, row_layout(out_layout(BUILD.BLOCK_DV)))
     l = gl.convert_layout(gl.sum(l, 1), row_layout(out_layout(BUILD.BLOCK_DV)))
-    inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE else scale_log2)
+    top = m
+    if BUILD.ALIBI == "behind" or BUILD.SINK:
+        if not (BUILD.PRESCALE or BUILD.CAP):
+            m = m * scale_log2
+        if BUILD.ALIBI == "behind":  # what `add_slopes` left out
+            slope = as_number(told(slots, round, SLOTS, SLOPE)) * (1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)
+            m = m - slope * gl.arange(0, ROWS, layout=row_layout(out_layout(BUILD.BLOCK_DV))).to(gl.float32)
+        alpha = 1.0
+        if BUILD.SINK:
+            m, l, alpha = with_sink(m, l, as_number(told(slots, round, SLOTS, SINK)))
+        inverse, lse = finish(m, l, 1.0)
+        inverse = inverse * alpha
+    else:
+        inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)
     if BUILD.NEED_LSE:
         row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
         line = (told(slots, round, SLOTS, BATCH).to(gl.int64) * heads + told(slots, round, SLOTS, HEAD)) * total_q
@@ -401,7 +424,7 @@ def _close(m, l, slots, round, scale_log2, work, out, CONSUMER: gl.constexpr, BU
         rows = row + gl.arange(0, ROWS, layout=row_layout(out_layout(BUILD.BLOCK_DV)))
         gl.store(lse_ptr + line + rows, lse, mask=rows < len_q)
     # Beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1.
-    far = (gl.abs(m * scale_log2) > 16777216.0) & (m > float("-inf"))
+    far = (gl.abs(top * scale_log2) > 16777216.0) & (top > float("-inf"))
     return inverse, far
 
 
@@ -421,9 +444,9 @@ def _store(
     if BUILD.PACKED:
         begin_q = told(slots, round, SLOTS, BEGIN_Q)
         len_q = told(slots, round, SLOTS, LEN_Q)
-    total = _thread_sum(acc)
+    total = thread_sum(acc)
     bad = total != total
-    if not BUILD.PRESCALE:
+    if not (BUILD.PRESCALE or BUILD.CAP):
         bad = bad | gl.expand_dims(gl.convert_layout(far, row_layout(bad.type.layout)), 1)
     own = row + gl.arange(0, ROWS, layout=row_layout(bad.type.layout))
     gl.store(suspect_ptr + flag + gl.where(bad, 0, 0), 1, mask=bad & gl.expand_dims(own < len_q, 1))
@@ -456,7 +479,7 @@ def _store_by_tma(acc, inverse, o_buffer, b, row, head, column, o_source, BUILD:
 
 @gluon.jit
 def _consumer(
-    work, band, out, scale_log2, sources, buffers, rings, slots, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    work, band, out, scale_log2, cap, sources, buffers, rings, slots, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """The rows of one consumer, tile after tile.
 
@@ -487,7 +510,9 @@ def _consumer(
         m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(score_layout(BUILD.BLOCK_N)))
         full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
         left = turns - 1 - done
-        p, m, l, alpha = _softmax(s, m, m, slots, round, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD)
+        p, m, l, alpha = _softmax(
+            s, m, m, slots, round, left, full, work, band, scale_log2, cap, v_buffers, True, CONSUMER, BUILD
+        )
         turn += 1
         wait_full(k_ring, turn, BUILD.STAGES, left > 0)
         while turns > 0:
@@ -501,7 +526,7 @@ def _consumer(
                     if j + 1 == turns:
                         release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round, turns - 1 - j, full, work, band, scale_log2, v_buffers, False, CONSUMER, BUILD
+                    s, m, l, slots, round, turns - 1 - j, full, work, band, scale_log2, cap, v_buffers, False, CONSUMER, BUILD
                 )
                 wait_full(k_ring, turn + 1, BUILD.STAGES, j + 1 < turns)
                 acc = warpgroup_mma_wait(0, deps=[acc])
@@ -531,7 +556,7 @@ def _consumer(
                 release(v_ring, v_turn, BUILD.STAGES)
                 _store(acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER, BUILD)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD
+                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, cap, v_buffers, True, CONSUMER, BUILD
                 )
                 wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
             else:
@@ -540,7 +565,7 @@ def _consumer(
                 old_m = m
                 old_l = l
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, v_buffers, True, CONSUMER, BUILD
+                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, cap, v_buffers, True, CONSUMER, BUILD
                 )
                 inverse, far = _close(old_m, old_l, slots, round, scale_log2, work, out, CONSUMER, BUILD)
                 wait_full(k_ring, turn + 1, BUILD.STAGES, (left > 0) & (done == 0))
@@ -565,10 +590,14 @@ def forward_kernel(
     counter,  # int32 [1], 0 before and after; None: the schedule is not "dynamic"
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     order_ptr,  # int32 [2 batch + 1] from `order.py`; None: dense
-    scale_log2, band, batch, heads, tiles, members, total, len_q, len_k,
+    slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
+    scale_log2, cap, band, batch, heads, tiles, members, total, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
-    """`tiles`: of a head, and `total`, of all heads; packed: at most. `members`: heads of a group (`locate`)."""
+    """`cap`: as `scores.cap_scores` takes it; None: there is none.
+
+    `tiles`: of a head, and `total`, of all heads; packed: at most. `members`: heads of a group (`locate`).
+    """
     dtype: gl.constexpr = q_source.dtype
     q_shape: gl.constexpr = [BUILD.Q_STAGES * BUILD.CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_D]
     q_buffers = gl.allocate_shared_memory(dtype, q_shape, q_source.layout)
@@ -597,7 +626,14 @@ def forward_kernel(
         lse_ptr = suspect_ptr
     if BUILD.SCHEDULE == "static":
         counter = suspect_ptr
-    slots = open_slots(SLOTS, FIELDS, BUILD.CONSUMERS)
+    if BUILD.ALIBI == "":
+        slopes_ptr = suspect_ptr
+    if not BUILD.SINK:
+        sink_ptr = suspect_ptr
+    if not BUILD.CAP:
+        cap = scale_log2
+    slots = open_slots(SLOTS, BENT_FIELDS if BUILD.ALIBI != "" or BUILD.SINK else FIELDS, BUILD.CONSUMERS)
+    bent = (slopes_ptr, sink_ptr, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)
     fence_async_shared()
     work = (cu_seqlens_q, cu_seqlens_k, order_ptr, batch, heads, tiles, members, len_q, len_k)
     out = (o_ptr, lse_ptr, suspect_ptr)
@@ -607,19 +643,19 @@ def forward_kernel(
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     if BUILD.CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
-            (_producer, (work, band, total, counter, sources, buffers, rings, slots, BUILD)),
+            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
+            (_producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [1], [BUILD.PRODUCER_REGISTERS])  # fmt: skip
     elif BUILD.CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
-            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 1, BUILD)),
-            (_producer, (work, band, total, counter, sources, buffers, rings, slots, BUILD)),
+            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
+            (_producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 0, BUILD)),
-            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 1, BUILD)),
-            (_consumer, (work, band, out, scale_log2, sources, buffers, rings, slots, 2, BUILD)),
-            (_producer, (work, band, total, counter, sources, buffers, rings, slots, BUILD)),
+            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
+            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 2, BUILD)),
+            (_producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 4, 1], [BUILD.REGISTERS, BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -6,8 +6,8 @@ Launched behind every forward. A program looks at a few flags together, normally
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import head_base, locate
-from rowmax.kernels.triton.forward import _store_guarded
+from rowmax.kernels.address import head_base, locate, slopes_base
+from rowmax.kernels.triton.forward import LOG2E, _store_guarded
 
 
 @triton.jit
@@ -16,12 +16,13 @@ def guard_kernel(
     lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
     suspect_ptr,  # int32 [total], 0 or 1; 0 afterwards
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
-    scale_log2, band, batch, heads, tiles, total, len_q, len_k,
+    scale_log2, cap, band, batch, heads, tiles, total, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr, PER_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
-    """`EARLY`: it may start before the forward has come to its end, and has to wait for it."""
+    """`cap`: as `tile_ops.bend` takes it. `EARLY`: it may start before the forward has ended, and has to wait for it."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     numbers = tl.program_id(0) * FLAGS + tl.arange(0, FLAGS)
@@ -38,6 +39,8 @@ def guard_kernel(
                 pid, cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, ROWS
             )
             if row < own_q:
+                if slopes_ptr is not None:
+                    slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, ROWS, PER_SEQUENCE)
                 b = tl.cast(b, tl.int32)
                 line = (b.to(tl.int64) * heads + head) * len_q + begin_q
                 _store_guarded(
@@ -45,5 +48,7 @@ def guard_kernel(
                     head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(o_ptr, o_strides, b, begin_q, head),
                     None if lse_ptr is None else lse_ptr + line, q_strides[1], k_strides[1], v_strides[1], o_strides[1],
                     row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale_log2,
-                    None, None, None, None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
+                    None if sink_ptr is None else tl.load(sink_ptr + head) * LOG2E,
+                    None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip

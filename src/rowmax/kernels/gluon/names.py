@@ -1,12 +1,18 @@
-"""Gluon's names that differ between Triton 3.6, 3.8 and 3.9, and three instructions that it has no name for.
+"""Gluon's names that differ between Triton 3.6, 3.8 and 3.9, and the instructions that it has no name for.
 
 No other file asks which Triton is here.
 """
+
+import struct
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# tanh(x) = x (1 + y (c1 + y (c2 + y (c3 + y c4)))) with y = x^2, to 8.3e-08 of itself for |x| < NEAR (minimax, c0 = 1).
+TANH = (-0.33332598, 0.13313117, -0.05221181, 0.01561263)
+NEAR = 0.6
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -59,3 +65,116 @@ def scale_unless_one(acc, factor, count, _semantic=None, _generator=None):
     constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
     options = {"dtype": gl.float32, "is_pure": True, "pack": count, "_semantic": _semantic}
     return gl.inline_asm_elementwise("\n".join(lines), constraints, [acc, factor], **options)
+
+
+@_core.builtin
+def any_above(x, bound, _semantic=None, _generator=None):
+    """1.0 for every row of a warp where x of any of its rows is above the number `bound`, else 0.0. x: two rows a thread."""
+    code = [
+        "{ .reg .pred here, other;",
+        f"setp.gt.f32 here, $2, {_hexadecimal(bound)};",
+        f"setp.gt.f32 other, $3, {_hexadecimal(bound)};",
+        "or.pred here, here, other;",
+        "vote.sync.any.pred here, here, 0xffffffff;",
+        "selp.f32 $0, 0f3F800000, 0f00000000, here;",
+        "mov.f32 $1, $0; }",
+    ]
+    options = {"dtype": gl.float32, "is_pure": True, "pack": 2, "_semantic": _semantic}
+    return gl.inline_asm_elementwise("\n".join(code), "=f,=f,f,f", [x], **options)
+
+
+@_core.builtin
+def warp_where(wanted, x, other, _semantic=None, _generator=None):
+    """The number `other` for every row of a warp where `wanted` is not 0, else x: one register for both rows of a thread."""
+    code = [
+        "{ .reg .pred here;",
+        "setp.neu.f32 here, $2, 0f00000000;",
+        f"selp.f32 $0, {_hexadecimal(other)}, $4, here;",
+        "mov.f32 $1, $0; }",
+    ]
+    options = {"dtype": gl.float32, "is_pure": True, "pack": 2, "_semantic": _semantic}
+    return gl.inline_asm_elementwise("\n".join(code), "=f,=f,f,f,f,f", [wanted, x], **options)
+
+
+@_core.builtin
+def exp2_of_odd(s, unit, c1, c2, c3, c4, pivot, _semantic=None, _generator=None):
+    """`exp2(s (unit + y (c1 + y (c2 + y (c3 + y c4)))) - pivot)`, y = s^2: as one piece of code for four elements.
+
+    Of arithmetic on tiles ptxas makes all polynomials first, which takes more registers than there are.
+    """
+    lines = ["{ .reg .f32 y, q;"]
+    for i in range(4):
+        s_, unit_, c1_, c2_, c3_, c4_, pivot_ = (f"${4 * k + i}" for k in range(1, 8))
+        lines += [
+            f"mul.rn.f32 y, {s_}, {s_};",
+            f"fma.rn.f32 q, y, {c4_}, {c3_};",
+            f"fma.rn.f32 q, q, y, {c2_};",
+            f"fma.rn.f32 q, q, y, {c1_};",
+            f"fma.rn.f32 q, q, y, {unit_};",
+            f"sub.rn.f32 y, 0f00000000, {pivot_};",
+            f"fma.rn.f32 q, q, {s_}, y;",
+            f"ex2.approx.ftz.f32 ${i}, q;",
+        ]
+    lines.append("}")
+    constraints = ",".join(["=&f"] * 4 + ["f"] * 28)
+    options = {"dtype": gl.float32, "is_pure": True, "pack": 4, "_semantic": _semantic}
+    return gl.inline_asm_elementwise("\n".join(lines), constraints, [s, unit, c1, c2, c3, c4, pivot], **options)
+
+
+@_core.builtin
+def tanh_where(x, wanted, factor, count, _semantic=None, _generator=None):
+    """`tanh(factor x) / factor` in warps where `wanted`, of one shape with x, is not 0; others leave x as it is.
+
+    Two units in the last place: the exponential, and below NEAR a polynomial. `count`: elements of a thread.
+    """
+    count = _core._unwrap_if_constexpr(count)
+    near = "".join(f"fma.rn.f32 r, r, y, {_hexadecimal(c)};" for c in reversed(TANH[:-1]))
+    lines = [
+        "{ .reg .pred here, small, never; .reg .f32 a, e, r, t, y, inverse;",
+        f"setp.neu.f32 here, ${2 * count}, 0f00000000;",
+        "@!here bra NEAR_${:uid};",
+        f"rcp.approx.ftz.f32 inverse, ${3 * count};",
+        "setp.equ.f32 never, inverse, 0f00000000;",
+    ]
+    for i in range(count):
+        if i % 4 == 0 and i:
+            lines.append("@never bra NEAR_${:uid};")
+        lines += [
+            f"mul.rn.f32 t, ${count + i}, ${3 * count};",
+            "abs.f32 a, t;",
+            "mul.rn.f32 e, a, 0fC038AA3B;",  # -2 log2(e)
+            "ex2.approx.ftz.f32 e, e;",
+            "add.rn.f32 r, e, 0f3F800000;",
+            "rcp.approx.ftz.f32 r, r;",
+            "sub.rn.f32 e, 0f3F800000, e;",
+            "mul.rn.f32 e, e, r;",
+            "mul.rn.f32 y, a, a;",
+            f"mov.f32 r, {_hexadecimal(TANH[-1])};",
+            near,
+            "mul.rn.f32 r, r, y;",
+            "fma.rn.f32 r, r, a, a;",
+            f"setp.lt.f32 small, a, {_hexadecimal(NEAR)};",
+            "selp.f32 r, r, e, small;",
+            "copysign.f32 r, t, r;",
+            f"mul.rn.f32 ${i}, r, inverse;",
+        ]
+    lines.append("NEAR_${:uid}: }")
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * (2 * count))
+    options = {"dtype": gl.float32, "is_pure": True, "pack": count, "_semantic": _semantic}
+    return gl.inline_asm_elementwise("\n".join(lines), constraints, [x, wanted, factor], **options)
+
+
+def _hexadecimal(number) -> str:
+    """As PTX spells a number of 32 bits."""
+    return "0f" + struct.pack(">f", _core._unwrap_if_constexpr(number)).hex().upper()
+
+
+@_core.builtin
+def as_bits(x, _semantic=None, _generator=None):
+    """The 32 bits of a number, as an integer."""
+    return x.to(gl.int32, bitcast=True, _semantic=_semantic)
+
+
+@_core.builtin
+def as_number(bits, _semantic=None, _generator=None):
+    return bits.to(gl.float32, bitcast=True, _semantic=_semantic)

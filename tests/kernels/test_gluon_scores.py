@@ -1,0 +1,149 @@
+"""Soft-cap, ALiBi and sink in the Hopper kernels: simulated, mutated, and their PTX run as it is written."""
+
+import os
+
+import numpy as np
+import pytest
+
+from rowmax import Device, Problem, plan, testing
+
+pytest.importorskip("triton.experimental.gluon")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the second kernel runs in Triton's interpreter", allow_module_level=True)
+
+import simulate
+from gluon_mutants import DYNAMIC, LAZY, QUEUE, SKIPS, STATIC, only
+from simulate_scores import ptx
+from test_gluon_simulation import fails
+
+from rowmax.kernels.gluon.names import NEAR, TANH
+from rowmax.plan.hopper import HopperTile
+
+CAPPED, SLOPED, ALL = (
+    "b1 h2 q100 k140 d64 fp16 causal softcap=8.0",
+    "b3 h2 q130 k130 d64 fp16 packed causal alibi(batch)",
+    "b1 h4/2 q90 k140 d64 fp16 window(50,9) softcap=5.0 alibi sink",
+)
+MILD = CAPPED.replace("8.0", "50.0")
+UNMASKED = "b1 h2 q128 k256 d64 fp16 causal softcap=4.0"  # but for the first key tile of a consumer
+CASES = [
+    (UNMASKED, SKIPS, "spiky"),
+    (CAPPED, LAZY, "spiky"),  # some warps with large scores, others without
+    ("b1 h2 q130 k200 d64 bf16 causal softcap=50.0", SKIPS, "normal"),
+    (SLOPED, QUEUE, "normal"),
+    (ALL, DYNAMIC, "normal"),
+    ("b1 h2 q90 k60 d64 bf16 causal scale=-0.1 softcap=4.0 sink", STATIC, "normal"),
+    ("b1 h2 q70 k70 d64 bf16 scale=0.0 alibi sink", QUEUE, "normal"),
+    ("b1 h2 q192 k192 d64 bf16 causal alibi sink", SKIPS, "normal"),
+    (ALL.replace("window(50,9)", "causal"), QUEUE, "nan(v)"),
+    ("b1 h2 q70 k90 d64 bf16 softcap=180.0", LAZY, "shift(-245)"),
+]
+
+
+@pytest.mark.parametrize(("text", "tile", "kind"), CASES)
+def test_bent_scores_are_right(text, tile, kind):
+    problem = Problem.parse(text)
+    operands = testing.operands(problem, kind)
+    out, lse, suspect = simulate.forward(problem, operands, HopperTile.parse(tile), late=len(text) % 2 == 0)
+    report = testing.check_forward(problem, operands, out, lse)
+    assert report.ok, str(report)
+    assert bool((suspect == 1).any()) == kind.startswith("nan")
+
+
+# name -> (replacements, problem, tile, kind)
+MUTANTS = {
+    "no cap": (only("return s * (unit + y", "return s * (unit + 0 * y"), CAPPED, LAZY, "spiky"),
+    "large scores by the polynomial": (only("gl.maximum(top, -gl.min(s, 1))", "0 * top"), CAPPED, LAZY, "spiky"),
+    "large negative scores by the polynomial": (only("gl.maximum(top, -gl.min(s, 1))", "top"), CAPPED, LAZY, "shift(-40)"),
+    "capped scores capped again": (only("warp_where(far, c1, 0.0)", "warp_where(far, c1, -0.01)"), CAPPED, LAZY, "spiky"),
+    "maxima as they were": (only("    top = tanh_where(top, far, cap, 2)\n"), UNMASKED, SKIPS, "spiky"),
+    "hidden keys are NaN": (only("warp_where(far, c4, LEAST)", "warp_where(far, c4, 0.0)"), CAPPED, LAZY, "spiky"),
+    "maxima of hidden keys": (
+        only("    if EMPTY:\n        top = gl.max(s, 1)\n"),
+        CAPPED.replace("8.0", "50.0"),
+        LAZY,
+        "spiky",
+    ),
+    "slope of another head": (only("gl.load(slopes_ptr + head)", "gl.load(slopes_ptr + 0 * head)"), SLOPED, QUEUE, "normal"),
+    "slopes of the first sequence": (only("slopes_ptr += sequence", "slopes_ptr += 0 * sequence"), SLOPED, QUEUE, "normal"),
+    "slopes in units of log2": (only("1.4426950408889634 / unit", "1.4426950408889634"), SLOPED, QUEUE, "normal"),
+    "distance from the tile's first row": (
+        only("        m = m - slope * gl", "        m = m - 0 * slope * gl"),
+        SLOPED,
+        QUEUE,
+        "normal",
+    ),
+    "ALiBi from the top left": (only("own = col - shift + 2", "own = col + 2"), ALL, DYNAMIC, "normal"),
+    "ALiBi without its sign": (only("slope * gl.abs((rows", "slope * ((rows"), ALL, DYNAMIC, "normal"),
+    "no sink": (only("l * alpha + gl.exp2(sink - pivot)", "l * alpha"), ALL, DYNAMIC, "normal"),
+    "sink of another head": (only("gl.load(sink_ptr + head)", "gl.load(sink_ptr + 0 * head)"), ALL, DYNAMIC, "normal"),
+    "output not scaled for the sink": (only("        inverse = inverse * alpha\n"), ALL, DYNAMIC, "spiky"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_of_bent_scores_fails(name):
+    replacements, text, tile, kind = MUTANTS[name]
+    problem = Problem.parse(text)
+    assert fails(replacements, problem, testing.operands(problem, kind), tile, False, 2), f"mutant '{name}' lives"
+
+
+# ---- PTX ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [0.5, 8.0, 50.0, 180.0])
+def test_the_cap_is_within_the_budget(cap):
+    """Of the score by 2.4e-7, 4 2^-24, of which the error budget allows as much for the rounding of the product."""
+    scale = 128**-0.5
+    factor = scale / cap
+    x = np.concatenate([np.linspace(-3, 3, 150), [0.0, 1e-30, NEAR, -NEAR, 30.0, -1e9, np.inf, -np.inf]])
+    s = np.float32(x / factor)
+    wide = np.float64(s) * np.float64(np.float32(factor))
+    exact = np.tanh(wide) / np.float64(np.float32(factor))
+    far = ptx("tanh_where", s, np.float32(1), np.float32(factor), count=len(s))
+    assert np.all(np.abs(far - exact) <= 2.0**-22 * np.minimum(np.abs(np.float64(s)), 1.5 / factor))
+    assert np.array_equal(ptx("tanh_where", s, np.float32(0), np.float32(factor), count=len(s)), s)
+    # Behind it, with the factors of the GPU: none for capped scores, and a polynomial of those below NEAR.
+    unit, square = np.float32(scale * 1.4426950408889634), np.float32(factor) ** 2
+    hidden = np.float32([-np.inf, -1.0, 0.0, 1.0])
+    for factors, given in (
+        ((0.0, 0.0, 0.0, 2.0**-126), np.float32(far)),
+        ([unit * np.float32(c) * square**i for i, c in enumerate(TANH, 1)], s[np.abs(wide) < NEAR]),
+    ):
+        least = ptx("exp2_of_odd", hidden, unit, *factors, np.float32(0))
+        assert least[0] == 0.0, "a hidden key has no weight"
+        for one in given:
+            wide = np.float64(one)
+            wanted = unit * (wide if factors[0] == 0.0 else np.tanh(wide * np.float32(factor)) / np.float32(factor))
+            found = ptx("exp2_of_odd", np.repeat(one, 4), unit, *factors, np.float32(wanted))[0]
+            assert abs(np.log2(np.float64(found)) + np.float32(wanted) - wanted) <= 2.0**-22 * abs(wide * unit) + 2e-7
+
+
+def test_a_warp_decides_as_one():
+    for pair, above in (((0.1, 0.2), 0.0), ((0.61, 0.2), 1.0), ((0.2, 0.7), 1.0), ((np.nan, 0.2), 0.0), ((np.inf, 0), 1.0)):
+        assert ptx("any_above", np.float32(pair), 0.6).tolist() == [above] * 2
+    assert ptx("warp_where", np.float32([1, 1]), np.float32(3.0), 0.25).tolist() == [0.25] * 2
+    assert ptx("warp_where", np.float32([0, 0]), np.float32(3.0), 0.25).tolist() == [3.0] * 2
+
+
+# ---- plan --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_takes_hopper_for_bent_scores():
+    device = Device.named("H200")
+
+    def chosen(text, direction="forward"):
+        return plan(Problem.parse(f"b1 h16 q4096 k4096 d128 {text}"), device, direction=direction)
+
+    for text in ("softcap=50.0", "alibi", "alibi(batch) sink", "softcap=30.0 sink", "packed softcap=50.0"):
+        assert chosen(f"bf16 causal {text}").algorithm == "hopper"
+    for text, reason in (
+        ("bf16 bias(hqk)", "no bias"),
+        ("bf16 mask(bk)", "no mask"),
+        ("bf16 dropout=0.1", "no dropout"),
+        ("bf16 softcap=100000.0", "range of fp32"),
+        ("fp32 softcap=50.0", "fp16 and bf16"),
+    ):
+        other = chosen(text)
+        assert other.algorithm == "q_outer"
+        assert reason in dict(other.refusals)["hopper"]
