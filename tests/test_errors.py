@@ -151,6 +151,13 @@ def test_dense(call, parts):
         assert part in text
 
 
+def test_heads_that_do_not_divide_are_not_taken_for_another_layout():
+    """As many queries as keys would divide, were they heads; but then keys would be fewer than heads."""
+    text = run(rowmax.attention, dense(q=tensor(1, 100, 5, 16), k=tensor(1, 100, 8, 16), v=tensor(1, 100, 8, 16)))
+    assert "5 and 8 heads" in text
+    assert "look like" not in text
+
+
 @pytest.mark.parametrize(("call", "parts"), PACKED.values(), ids=PACKED)
 def test_packed(call, parts):
     text = run(rowmax.attention_varlen, call)

@@ -374,7 +374,7 @@ def _describe(
         )
     if heads_k == 0 or heads_q % heads_k or _looks_transposed(q_shape, k_shape, right):
         hint = ""
-        if not packed and k_shape[1] and q_shape[1] % k_shape[1] == 0:
+        if not packed and 0 < k_shape[1] <= k_shape[2] and q_shape[1] % k_shape[1] == 0:  # read so, no fewer keys than heads
             hint = " These look like [B, H, T, D] tensors: pass q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)."
         raise ProblemError(
             f"query heads must be a multiple of KV heads in layout {layout}; got {heads_q} and {heads_k} heads over "
