@@ -19,7 +19,7 @@ def run(name: str):
     return module.main()
 
 
-@pytest.mark.parametrize("name", ["varlen", "merge", "shared_prefix"])
+@pytest.mark.parametrize("name", ["varlen", "merge", "shared_prefix", "score_mod"])
 def test_equal(name):
     torch.testing.assert_close(torch.tensor(run(name)), torch.tensor(0.0))
 
@@ -41,5 +41,5 @@ def test_transformers_generate():
 
 def test_all_are_tested_and_short():
     files = {path.stem: path.read_text().count("\n") for path in FOLDER.glob("*.py")}
-    assert set(files) == {"varlen", "merge", "shared_prefix", "train_step", "transformers_generate", "mean_flow"}
+    assert set(files) == {"varlen", "merge", "shared_prefix", "score_mod", "train_step", "transformers_generate", "mean_flow"}
     assert max(files.values()) < MOST_LINES

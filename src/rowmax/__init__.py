@@ -11,6 +11,7 @@ from rowmax.mask import Band
 from rowmax.paged import PagedProblem, rotate
 from rowmax.plan import Plan, plan
 from rowmax.problem import Problem
+from rowmax.score_mod import ScoreMod
 from rowmax.serving import append_kv, attention_paged, attention_shared, prepare_paged
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "Problem",
     "ProblemError",
+    "ScoreMod",
     "Unsupported",
     "append_kv",
     "attention",

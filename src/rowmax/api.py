@@ -13,6 +13,7 @@ from rowmax.ops_scored import FORWARD_SCORED
 from rowmax.padding import RUNS, Lengths, cu_seqlens
 from rowmax.plan import Plan
 from rowmax.problem import Operands, Problem
+from rowmax.score_mod import Bound, ScoreMod, bound
 
 Window = tuple[Optional[int], Optional[int]]
 _NO_LIMIT = 2**31 - 1  # no tensor has so many tokens
@@ -39,6 +40,7 @@ def attention(
     leftpad_k: Optional[torch.Tensor] = None,
     dropout_p: float = 0,  # 0.0 would be traced as a number that changes, and every first graph built twice
     seed: Union[None, int, torch.Tensor] = None,
+    score_mod: Union[None, ScoreMod, Bound] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -78,6 +80,8 @@ def attention(
         seed: of dropout: an integer, or an int64 tensor `[1]` on q's device; with `None` one is drawn from torch's generator of
             that device. Which weights are dropped depends on the seed and on (row of the batch, query head, query, key) alone,
             on every backend, and is the same in the backward: `rowmax.reference.dropout` gives it.
+        score_mod: a function of your own for scores, behind the soft-cap and before ALiBi, bias and mask: a
+            `rowmax.ScoreMod`, or one with its numbers, `mod(0.5)`. It takes no seqlens_q, seqlens_k or leftpad_k beside it.
         return_lse: also return the log-sum-exp of the scaled, masked scores.
         deterministic: ask for a bitwise repeatable backward (the forward always is).
         plan: `None`, or an algorithm by name ("q_outer", "tiled", ...), or a `Plan`; see `rowmax.plan`.
@@ -98,10 +102,15 @@ def attention(
     """
     scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
     seen = () if sink_tokens is prefix is chunk is None else _seen(causal, window, sink_tokens, prefix, chunk)
-    if bias is not None or mask is not None or dropout_p or seen:
-        scores = (*(scores or (None,) * 3), bias, mask, seed, dropout_p, *seen)
+    if bias is not None or mask is not None or dropout_p or score_mod is not None or seen:
+        scores = (*(scores or (None,) * 3), bias, mask, seed, dropout_p, score_mod, *seen)
     if seqlens_q is not None or seqlens_k is not None or leftpad_k is not None:
         lengths = Lengths(seqlens_q, seqlens_k, leftpad_k)
+        if score_mod is not None:
+            raise ProblemError(
+                "seqlens_q, seqlens_k and leftpad_k come without a score_mod, which would be given other numbers of sequences; "
+                "hide the padding in the mask, or pack the sequences and call attention_varlen."
+            )
         if bias is not None or mask is not None:
             raise ProblemError(
                 "seqlens_q, seqlens_k and leftpad_k come without a bias or a mask; hide the padding in the mask instead: "
@@ -131,6 +140,7 @@ def attention_varlen(
     sink: Optional[torch.Tensor] = None,
     dropout_p: float = 0,
     seed: Union[None, int, torch.Tensor] = None,
+    score_mod: Union[None, ScoreMod, Bound] = None,
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
@@ -152,8 +162,8 @@ def attention_varlen(
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
     scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
     seen = () if sink_tokens is prefix is chunk is None else _seen(causal, window, sink_tokens, prefix, chunk)
-    if dropout_p or seen:
-        scores = (*(scores or (None,) * 3), None, None, seed, dropout_p, *seen)
+    if dropout_p or score_mod is not None or seen:
+        scores = (*(scores or (None,) * 3), None, None, seed, dropout_p, score_mod, *seen)
     return _call(
         q,
         k,
@@ -302,9 +312,12 @@ def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink
     softcap = softcap if type(softcap) is float else 0.0 if softcap is None else _number("softcap", softcap)
     call = (return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink)
     if more:
-        bias, mask, seed, dropout_p, *seen = more
+        bias, mask, seed, dropout_p, score_mod, *seen = more
         dropout_p = _number("dropout_p", dropout_p)
-        out, lse = FORWARD_MASKED(*call, bias, mask, _seed(seed, q.device, dropout_p), *numbers, softcap, dropout_p, *seen)
+        mod = None if score_mod is None else bound(score_mod)
+        tensors = (bias, mask, _seed(seed, q.device, dropout_p), None if mod is None else mod.operand(q))
+        key = "" if mod is None else mod.mod.key
+        out, lse = FORWARD_MASKED(*call, *tensors, *numbers, softcap, dropout_p, key, *seen)
     else:
         out, lse = FORWARD_SCORED(*call, *numbers, softcap)
     return (out, lse) if return_lse else out

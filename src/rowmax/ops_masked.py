@@ -1,5 +1,6 @@
-"""The operators of calls that treat pairs of queries and keys one by one: an added bias, a boolean mask, dropout. What
-`ops_scored` takes may come as well. `api` takes them where a call has any.
+"""The operators of calls that treat pairs of queries and keys one by one: an added bias, a boolean mask, dropout, a function of
+scores (`score_mod`, by its key); and of those that see more or less than a window. What `ops_scored` takes may come as well.
+`api` takes them where a call has any.
 
 Apart, as `ops_scored` is, so that other calls pay nothing for them. The bias and the sink are differentiable. The seed of
 dropout is a tensor, so that a graph may be replayed with another.
@@ -16,11 +17,11 @@ from rowmax.problem import Operands, Problem
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? slopes, Tensor? sink, Tensor? bias, "
-    "Tensor? mask, Tensor? seed, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, SymInt? left, SymInt? right, "
-    "bool deterministic, str plan, float softcap, float dropout_p, "
+    "Tensor? mask, Tensor? seed, Tensor? numbers, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? scale, SymInt? left, "
+    'SymInt? right, bool deterministic, str plan, float softcap, float dropout_p, str score_mod="", '
     "SymInt? sink_tokens=None, SymInt? prefix=None, SymInt? chunk=None"
 )
-_TENSORS = 10  # of them come first
+_TENSORS = 11  # of them come first
 _SINK, _BIAS = 6, 7  # which have gradients, beside the first three
 ops._LIBRARY.define(f"forward_masked(bool need_lse, {_SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 ops._LIBRARY.define(
@@ -35,7 +36,7 @@ BACKWARD_MASKED = torch.ops.rowmax.backward_masked.default
 def _describe(*call):
     # Kernels read them without strides.
     tensors = [None if t is None else t.contiguous() for t in call[3:_BIAS]]
-    max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _, softcap, dropout_p, *seen = call[_TENSORS:]
+    max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _, softcap, dropout_p, *more = call[_TENSORS:]
     operands = Operands(*call[:3], *tensors, *call[_BIAS:_TENSORS])
     problem = Problem.describe(
         operands,
@@ -47,14 +48,14 @@ def _describe(*call):
         deterministic=deterministic,
         softcap=softcap,
         dropout=dropout_p,
-        **_named(seen),
+        **_named(more),
     )
     return problem, operands
 
 
-def _named(seen) -> dict:
-    """What a `mask.Pattern` has beside its sides; torch leaves the last arguments out where they are None."""
-    return dict(zip(Pattern._fields[2:], seen, strict=False))
+def _named(last, names=("score_mod", *Pattern._fields[2:])) -> dict:
+    """The last arguments: torch leaves out those behind which all have the value that they have by default."""
+    return dict(zip(names, last, strict=False))
 
 
 for _key in ("CPU", "CUDA"):
@@ -161,5 +162,5 @@ def _backward_flops(needs, grad_out, grad_lse, out, lse, *call, out_shape=None, 
 
 def _flops(call, times_qk: int, times_v: int) -> int:
     q, k, v, cu_seqlens = call[:4]
-    band = pattern(*call[_TENSORS + 3 : _TENSORS + 5], **_named(call[_TENSORS + 9 :]))
+    band = pattern(*call[_TENSORS + 3 : _TENSORS + 5], **_named(call[_TENSORS + 10 :], Pattern._fields[2:]))
     return ops._matmul_flops(q, k, v, *band[:2], cu_seqlens, times_qk, times_v, *band[2:])

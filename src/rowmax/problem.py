@@ -18,7 +18,8 @@ import torch
 
 from rowmax.errors import ProblemError
 from rowmax.mask import AnyBand, Band, Pattern, pattern
-from rowmax.scores import GIVEN_FOR, check_scores, check_seed, given_for
+from rowmax.score_mod import KEY
+from rowmax.scores import GIVEN_FOR, check_numbers, check_scores, check_seed, given_for
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -41,6 +42,7 @@ class Operands(NamedTuple):
     bias: Optional[torch.Tensor] = None  # added to scores, `[B|1, H|1, Q|1, K|1]`, fp32 or q's type
     mask: Optional[torch.Tensor] = None  # bool of such a shape: False hides a key from a query
     seed: Optional[torch.Tensor] = None  # of dropout, int64 `[1]`
+    numbers: Optional[torch.Tensor] = None  # of a score_mod, `[how many, H]`, in the LSE's type
 
 
 def aligned(*tensors: Optional[torch.Tensor]) -> bool:
@@ -77,6 +79,7 @@ class Problem:
             is one number, "" is none; with ",fp32" behind where it is fp32 and q is not.
         mask: the same of a boolean mask.
         dropout: probability with which a weight is dropped; those kept are multiplied by 1 / (1 - dropout).
+        score_mod: the key of a `ScoreMod`, which bends scores behind the soft-cap; "" is none.
     """
 
     batch: int
@@ -99,6 +102,7 @@ class Problem:
     bias: str = ""
     mask: str = ""
     dropout: float = 0.0
+    score_mod: str = ""
 
     max_dim: ClassVar[int] = MAX_DIM
     more_words: ClassVar[tuple] = ()  # of the spelling of a kind of problem, in the form of `_WORDS`
@@ -134,6 +138,8 @@ class Problem:
                 raise ProblemError(f"a {name} belongs to dense tensors [B, T, H, D]; got packed ones in '{self}'.")
         if not 0 <= self.dropout < 1:
             raise ProblemError(f"dropout_p must be at least 0 and below 1; got {self.dropout}.")
+        if self.score_mod and not re.fullmatch(KEY, self.score_mod):
+            raise ProblemError(f"score_mod must be the key of a rowmax.ScoreMod, its name; got {self.score_mod!r}.")
         if self.dtype not in DTYPE_NAMES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype}.")
 
@@ -155,7 +161,7 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Nothing happens to scores but the scale, the band and the softmax."""
-        return not (self.softcap or self.alibi or self.sink or self.pairs or self.dropout)
+        return not (self.softcap or self.alibi or self.sink or self.pairs or self.dropout or self.score_mod)
 
     @property
     def windowed(self) -> bool:
@@ -214,6 +220,8 @@ class Problem:
         words += [f"{name}({letters})" for name, letters in (("bias", self.bias), ("mask", self.mask)) if letters]
         if self.dropout:
             words.append(f"dropout={self.dropout!r}")
+        if self.score_mod:
+            words.append(f"mod({self.score_mod})")
         if self.deterministic:
             words.append("deterministic")
         return " ".join(words)
@@ -278,6 +286,7 @@ class Problem:
         deterministic: bool = False,
         softcap: float = 0.0,
         dropout: float = 0.0,
+        score_mod: str = "",
         sink_tokens: Optional[int] = None,
         prefix: Optional[int] = None,
         chunk: Optional[int] = None,
@@ -301,8 +310,11 @@ class Problem:
             check_scores(operands, q.shape[0] if batch is None else batch)
         if operands.bias is not None or operands.mask is not None:
             call = (*call, *(given_for(name, operands, batch is not None) for name in ("bias", "mask")), dropout)
-        elif dropout:
+        elif dropout or score_mod:
             call = (*call, "", "", dropout)
+        if score_mod or operands.numbers is not None:
+            check_numbers(operands, score_mod)
+            call = (*call, score_mod)
         if dropout or operands.seed is not None:
             check_seed(operands, dropout)
         more = {} if sink_tokens is prefix is chunk is None else {"more": (sink_tokens, prefix, chunk)}
@@ -314,7 +326,8 @@ class Problem:
 
 _EXAMPLE = (
     "'b2 h32/8 q4096 k4096 d192/128 bf16 window(1024,0) sink_tokens=4 prefix=64 chunk=8192 packed maxq512 maxk512 scale=0.1 "
-    "softcap=30.0 alibi sink dropout=0.1 deterministic', if not packed also 'bias(hqk) mask(bk)'"
+    "softcap=30.0 alibi sink dropout=0.1 deterministic', if not packed also 'bias(hqk) mask(bk)', with a rowmax.ScoreMod "
+    "'mod(its_name)'"
 )
 _REQUIRED = {"h<heads>": "heads_q", "q<len>": "len_q", "d<dim>": "dim_qk", "<dtype>": "dtype"}
 
@@ -347,6 +360,7 @@ _WORDS = (
     (r"bias\((1|[bhqk]+)(,fp32)?\)", lambda m: {"bias": m[1] + (m[2] or "")}),
     (r"dropout=(\d*\.?\d+(?:e[-+]?\d+)?)", lambda m: {"dropout": float(m[1])}),
     (r"mask\((1|[bhqk]+)\)", lambda m: {"mask": m[1]}),
+    (rf"mod\(({KEY})\)", lambda m: {"score_mod": m[1]}),
     (r"deterministic", lambda m: {"deterministic": True}),
 )
 
@@ -354,7 +368,7 @@ _WORDS = (
 @lru_cache(maxsize=4096)
 def _describe(
     cls, q_shape, k_shape, v_shape, batch, dtype, left, right, scale, max_len_q, max_len_k, deterministic, softcap, alibi, sink,
-    bias="", mask="", dropout=0.0, more=(),
+    bias="", mask="", dropout=0.0, score_mod="", more=(),
 ) -> Problem:  # fmt: skip
     """The part of `describe` that depends on shapes and numbers only, so that repeated calls are a dictionary lookup."""
     packed = batch is not None
@@ -415,6 +429,7 @@ def _describe(
         bias,
         mask,
         float(dropout),
+        score_mod,
     )
 
 

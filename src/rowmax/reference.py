@@ -91,6 +91,7 @@ def attention(
     sink=None,
     kept=None,
     dropout_p=0.0,
+    score_mod=None,
 ):
     """`(out, lse)` of dense attention in the inputs' own dtype.
 
@@ -104,6 +105,8 @@ def attention(
             the soft-cap, before the mask.
         kept: boolean `[B, Hq, Tq, Tk]`, as of `dropout`: other weights become 0, these are divided by 1 - dropout_p.
         sink: `[Hq]`, one more logit in the denominator and the LSE of every row of a head, without a value.
+        score_mod: `f(score, batch, head, row, col)` of tensors that broadcast to the scores, the row counted as keys are
+            (i + Tk - Tq): makes scores behind the soft-cap into others. What it makes -inf has no weight.
 
     Returns:
         out `[B, Tq, Hq, Dv]` and lse `[B, Hq, Tq]`; rows that see nothing are 0 and -inf (with a sink: the sink), with zero
@@ -117,6 +120,12 @@ def attention(
     scores = torch.einsum("bihd,bjhd->bhij", q, k[:, :, heads]) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if score_mod is not None:
+        sequence, head = (torch.arange(n, device=q.device) for n in (q.shape[0], q.shape[2]))
+        row = torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1]
+        col = torch.arange(k.shape[1], device=q.device)
+        scores = score_mod(scores, sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), row.view(-1, 1), col)
+        seen = seen & (scores != -torch.inf)
     if slopes is not None:
         scores = scores + alibi(slopes, q.shape[1], k.shape[1]).to(q.dtype)
     if bias is not None:

@@ -10,6 +10,7 @@ from itertools import combinations
 import torch
 
 from rowmax.errors import ProblemError
+from rowmax.score_mod import find
 
 GIVEN_FOR = ("", "1", *("".join(some) for n in range(1, 5) for some in combinations("bhqk", n)))
 
@@ -67,3 +68,21 @@ def check_seed(operands, dropout) -> None:
         raise ProblemError(f"seed must be an int64 tensor of shape [1]; got {seed.dtype}, shape {list(seed.shape)}.")
     if seed.device != q.device:
         raise ProblemError(f"seed is on {seed.device} and q on {q.device}; move it with .to(q.device).")
+
+
+def check_numbers(operands, score_mod: str) -> None:
+    numbers, q = operands.numbers, operands.q
+    if not score_mod:
+        raise ProblemError("numbers came without the score_mod that they belong to.")
+    mod, heads = find(score_mod), q.shape[-2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    want = (len(mod.numbers), heads)
+    if numbers is None:
+        raise ProblemError(f"score_mod '{score_mod}' came without numbers, a {wide} tensor {list(want)}.")
+    if tuple(numbers.shape) != want or numbers.dtype != wide or not numbers.is_contiguous():
+        raise ProblemError(
+            f"numbers of score_mod '{score_mod}' must be a contiguous {wide} tensor {list(want)}, a row for each of "
+            f"({', '.join(mod.numbers)}) and a column for each query head; got {numbers.dtype}, {list(numbers.shape)}."
+        )
+    if numbers.device != q.device:
+        raise ProblemError(f"numbers of score_mod '{score_mod}' are on {numbers.device} and q on {q.device}.")

@@ -10,6 +10,7 @@ import collections
 import json
 import random
 import sys
+from pathlib import Path
 
 import torch
 from machine_code import compiled, instructions, source
@@ -18,6 +19,10 @@ from rowmax import Device, Problem, plan
 from rowmax.kernels import generations, launch, scored_launch
 from rowmax.plan.generations import BY_NAME
 from rowmax.problem import Operands
+from rowmax.score_mod import find
+
+sys.path.append(str(Path(__file__).parents[1]))
+import score_mods  # noqa: F401, makes the functions that problems name
 
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "LDGDEPBAR", "STL", "LDL", "UTMALDG", "MUFU")
 
@@ -37,7 +42,8 @@ def calls(problem: Problem, device: Device, direction: str, algorithm: str = "q_
         made_for(problem, letters, dtype) for letters, dtype in ((problem.bias, problem.dtype), (problem.mask, torch.bool))
     ]
     seed = torch.zeros(1, dtype=torch.int64) if problem.dropout else None
-    operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None, *pairs, seed)
+    numbers = torch.empty(len(find(problem.score_mod).numbers), problem.heads_q) if problem.score_mod else None
+    operands = Operands(q, k, v, cu, cu, slopes, torch.empty(problem.heads_q) if problem.sink else None, *pairs, seed, numbers)
     out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
     chosen = plan(problem, device, direction=direction, prefer=algorithm)
     tiles = chosen.tiles

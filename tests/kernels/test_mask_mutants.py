@@ -45,7 +45,7 @@ CPU_MUTANTS = {
     "rows without keys have weights": (CPU_BACKWARD, "== -math.inf, math.inf)", "== -math.inf, -math.inf)", 1),
     "bias's gradient with the soft-cap's factor": (CPU_BACKWARD, "add_bias_gradient(p, ds", "add_bias_gradient(steep, ds", 1),
     "every sequence drops the same": (SCORES, "sequence + torch.arange(rows", "0 * torch.arange(rows", 1),
-    "rows cut off are not counted": (SCORES, "first = (len_q - rows.shape[1], len_k", "first = (0, len_k", 1),
+    "rows cut off are not counted": (SCORES, "length - kept.shape[1]", "0 * kept.shape[1]", 1),
     "delta dropped with dP": (
         CPU_BACKWARD,
         ".sub_(take_rows(block, chunk.delta))",

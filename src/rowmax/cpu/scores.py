@@ -1,6 +1,7 @@
-"""What happens to scores between the product and the softmax, on the CPU: soft-cap, ALiBi, a bias, a mask, the sink's logit.
+"""What happens to scores between the product and the softmax, on the CPU: soft-cap, a function of the caller's, ALiBi, a bias,
+a mask, the sink's logit.
 
-    x_ij = c tanh(s_ij / c) - slope |i + shift - j| + bias_ij,    l_i = sum_j exp(x_ij) + exp(sink)
+    x_ij = f(c tanh(s_ij / c)) - slope |i + shift - j| + bias_ij,    l_i = sum_j exp(x_ij) + exp(sink)
 
 Scores are in units of log2 (x times log2(e)), rows of a group folded: `[n, G * rows, cols]`. The sink is a key whose value is
 0: it belongs to the first column tile of a row block, and its gradient is -sum_i exp(sink - lse_i) delta_i. The bias's is dS
@@ -14,9 +15,35 @@ import torch
 
 from rowmax.cpu.blocks import RowBlock
 from rowmax.cpu.dropout import Dropout
-from rowmax.numerics import LOG2E
+from rowmax.numerics import LN2, LOG2E
+from rowmax.score_mod import ScoreMod, find
 
 LARGEST = 3e38  # of a bias, in units of log2
+
+
+class Mod(NamedTuple):
+    """A function of scores, for some heads of some sequences.
+
+    Attributes:
+        sequences, heads, numbers: `[b, 1, 1, 1, 1]`, `[1, Hk, G, 1, 1]` and a tensor like the heads for each number.
+        first_col: the number of the first key.
+    """
+
+    function: ScoreMod
+    sequences: torch.Tensor
+    heads: torch.Tensor
+    numbers: tuple[torch.Tensor, ...]
+    first_col: int
+
+    def part(self, cut) -> "Mod":
+        numbers = tuple(number[:, cut[1]] for number in self.numbers)
+        return self._replace(sequences=self.sequences[cut[0]], heads=self.heads[:, cut[1]], numbers=numbers)
+
+    def where(self, block: RowBlock, cols: slice) -> tuple[torch.Tensor, ...]:
+        """What the function takes beside the scores `[b, Hk, G, rows, cols]` of a tile."""
+        i = torch.arange(block.row, block.row + block.rows, device="cpu").unsqueeze(1)
+        j = torch.arange(cols.start, cols.stop, device="cpu") + self.first_col
+        return self.sequences, self.heads, i + block.geometry.shift + self.first_col, j, *self.numbers
 
 
 class Scores(NamedTuple):
@@ -37,6 +64,7 @@ class Scores(NamedTuple):
     bias_gradient: Optional[torch.Tensor] = None
     dropout: Optional[Dropout] = None
     sizes: tuple[int, ...] = ()  # b, Hk, G
+    mod: Optional[Mod] = None
 
     @classmethod
     def of(cls, problem, operands, sequence: int, rows, cols, compute: torch.dtype, bias_gradient=None) -> "Scores":
@@ -55,12 +83,13 @@ class Scores(NamedTuple):
         )
         slopes, sink = per_head
         dropout = _dropout(problem, operands, sequence, rows, cols) if problem.dropout else None
-        return cls(problem.softcap, slopes, sink, bias, mask, gradient, dropout, (batch, problem.heads_k, problem.group))
+        mod = _mod(problem, operands, sequence, rows, cols, compute) if problem.score_mod else None
+        return cls(problem.softcap, slopes, sink, bias, mask, gradient, dropout, (batch, problem.heads_k, problem.group), mod)
 
     @property
     def hides(self) -> bool:
         """May rows see nothing, wherever they are?"""
-        return self.bias is not None or self.mask is not None
+        return self.bias is not None or self.mask is not None or self.mod is not None
 
     def part(self, cut) -> "Scores":
         """Those of the sequences and KV heads of `cut`, folded."""
@@ -70,10 +99,11 @@ class Scores(NamedTuple):
         dropout = self.dropout
         if dropout is not None:
             dropout = dropout._replace(heads=dropout.heads[:, cut[1]], sequences=dropout.sequences[cut[0]])
-        return Scores(self.softcap, slopes, sink, bias, mask, gradient, dropout, (*sizes, self.sizes[2]))
+        mod = None if self.mod is None else self.mod.part(cut)
+        return Scores(self.softcap, slopes, sink, bias, mask, gradient, dropout, (*sizes, self.sizes[2]), mod)
 
     def bend(self, s: torch.Tensor, block: RowBlock, cols: slice, want_gain: bool = False) -> Optional[torch.Tensor]:
-        """Bend the scores of a tile in place; the soft-cap's derivative, if wanted and there is a cap."""
+        """Bend the scores of a tile in place; the derivative by a score, if wanted and not 1."""
         gain = None
         if self.softcap:
             cap = self.softcap * LOG2E
@@ -81,6 +111,12 @@ class Scores(NamedTuple):
             if want_gain:  # 1 - tanh^2, without its cancellation
                 gain = t.cosh().square_().reciprocal_()
             t.tanh_().mul_(cap)
+        if self.mod is not None:
+            score, where = self._pairs(s.mul_(LN2)), self.mod.where(block, cols)
+            if want_gain:
+                slope = self.mod.function.slope(score, *where).reshape(s.shape)
+                gain = slope if gain is None else gain.mul_(slope)
+            score.copy_(self.mod.function.bend(score.clone(), *where)).mul_(LOG2E)
         if self.slopes_log2 is not None:
             i = torch.arange(block.row, block.row + block.rows, device="cpu").unsqueeze(1) + block.geometry.shift
             distance = (i - torch.arange(cols.start, cols.stop, device="cpu")).abs_().to(s.dtype)
@@ -127,14 +163,30 @@ _ALL = (slice(None),) * 3
 
 
 def _dropout(problem, operands, sequence: int, rows, cols) -> Dropout:
-    len_q, len_k = problem.len_q, problem.len_k
-    if problem.packed:
-        len_q, len_k = (int(cu[sequence + 1] - cu[sequence]) for cu in (operands.cu_seqlens_q, operands.cu_seqlens_k))
-    heads = torch.arange(problem.heads_q, device="cpu").view(1, problem.heads_k, problem.group, 1, 1)
-    sequences = sequence + torch.arange(rows.shape[0], device="cpu").view(-1, 1, 1, 1, 1)
-    first = (len_q - rows.shape[1], len_k - cols.shape[1])
+    first = (_first(problem, operands, sequence, rows, 0), _first(problem, operands, sequence, cols, 1))
     factor = 1.0 / (1.0 - problem.dropout)
-    return Dropout(int(operands.seed), problem.drop_below, factor, heads, sequences, *first)
+    return Dropout(int(operands.seed), problem.drop_below, factor, *_numbered(problem, sequence, rows), *first)
+
+
+def _mod(problem, operands, sequence: int, rows, cols, compute: torch.dtype) -> Mod:
+    heads, sequences = _numbered(problem, sequence, rows)
+    numbers = tuple(t.to(compute).view(heads.shape) for t in operands.numbers)
+    return Mod(find(problem.score_mod), sequences, heads, numbers, _first(problem, operands, sequence, cols, 1))
+
+
+def _numbered(problem, sequence: int, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the heads and of the sequences."""
+    heads = torch.arange(problem.heads_q, device="cpu").view(1, problem.heads_k, problem.group, 1, 1)
+    return heads, sequence + torch.arange(rows.shape[0], device="cpu").view(-1, 1, 1, 1, 1)
+
+
+def _first(problem, operands, sequence: int, kept, side: int) -> int:
+    """How many rows (side 0) or columns (1) of the sequence were cut off before those that are kept."""
+    length = (problem.len_q, problem.len_k)[side]
+    if problem.packed:
+        cu = operands[3 + side]
+        length = int(cu[sequence + 1] - cu[sequence])
+    return length - kept.shape[1]
 
 
 def by_group(problem, t: torch.Tensor) -> torch.Tensor:

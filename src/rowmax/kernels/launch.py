@@ -171,14 +171,16 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     # What a plain problem has not is among the numbers: a tensor costs the host time on every call.
     given = _given(problem, operands)
-    scores, none = ((), (None,) * 5) if problem.plain else ((operands.slopes, operands.sink, *given[:3]), ())
+    extra = (operands.slopes, operands.sink, *given[:3], operands.numbers)
+    scores, none = ((), (None,) * len(extra)) if problem.plain else (extra, ())
     tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
-    prescale = problem.scale <= 0 or problem.softcap > 0 or problem.alibi != "" or problem.bias != ""
+    prescale = problem.scale <= 0 or problem.softcap > 0 or bool(problem.alibi or problem.bias or problem.score_mod)
+    function, _, count = _functions(problem)
     numbers = (
         *(*none, _strides(q), _strides(k), _strides(v), _strides(out), *given[3:]),
         *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors, problem.alibi == "batch"),
+        *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors, problem.alibi == "batch", function, count),
     )
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
@@ -198,12 +200,12 @@ def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_l
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
-    tensors = (*tensors, *_given(problem, operands)[:3])
+    tensors = (*tensors, *_given(problem, operands)[:3], operands.numbers)
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out, dq)),
         *_given(problem, operands)[3:],
         *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(*_constants(problem, tile), tile.stages, tile.descriptors, problem.alibi == "batch"),
+        *(*_constants(problem, tile), tile.stages, tile.descriptors, problem.alibi == "batch", *_functions(problem)),
     )
     return Call(query_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
@@ -213,13 +215,14 @@ def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
     tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
-    tensors = (*tensors, *_given(problem, operands)[:3])
+    tensors = (*tensors, *_given(problem, operands)[:3], operands.numbers)
     do, dk_like, dv_like = (like if t is None else t for t, like in ((grad_out, q), (dk, k), (dv, v)))
     numbers = (
         *(_strides(t) for t in (q, k, v, do, dk_like, dv_like)),
         *_given(problem, operands)[3:],
         *(problem.scale, _cap(problem), _bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
         *(*_constants(problem, tile), dk is not None, dv is not None, tile.stages, tile.descriptors, problem.alibi == "batch"),
+        *_functions(problem),
     )
     kernel = one_query_key_kernel if problem.len_q == 1 else key_kernel
     return Call(kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
@@ -230,6 +233,11 @@ def _given(problem: Problem, operands: Operands) -> tuple:
     if problem.plain:
         return (None,) * 6
     return *_scored().given(operands), *_scored().given_numbers(problem, operands)
+
+
+def _functions(problem: Problem) -> tuple:
+    """Those of a `ScoreMod`, forward and derivative, and how many numbers they take."""
+    return _scored().functions(problem) if problem.score_mod else (None, None, 0)
 
 
 def _bounded(problem: Problem) -> AnyBand:

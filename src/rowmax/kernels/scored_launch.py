@@ -13,6 +13,7 @@ from rowmax.kernels.triton.bias import bias_kernel
 from rowmax.numerics import LOG2E
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
+from rowmax.score_mod import find
 
 MOST_APART = 2**23  # kernels count within a tile, of up to 256 rows, in 32 bits
 
@@ -33,6 +34,12 @@ def given_numbers(problem: Problem, operands: Operands) -> tuple:
             )
     odds = (problem.drop_below, 1.0 / (1.0 - problem.dropout)) if problem.dropout else None
     return _pair_strides(operands.bias), _pair_strides(operands.mask), odds
+
+
+def functions(problem: Problem) -> tuple:
+    """Those of a problem's `ScoreMod`, forward and derivative, and how many numbers they take."""
+    mod = find(problem.score_mod)
+    return mod.forward, mod.backward, len(mod.numbers)
 
 
 def _pair_strides(tensor: Optional[torch.Tensor]) -> Optional[tuple[int, ...]]:
@@ -92,7 +99,8 @@ def bias_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_lo
     shape = tuple(size if has else 1 for size, has in zip(sizes, own, strict=True))
     sums = q.new_empty(shape, dtype=operands.bias.dtype if whole else torch.float32)  # type: ignore[union-attr]
     row_tiles, col_tiles = -(-problem.len_q // tile.block_m), -(-problem.len_k // tile.block_n)
-    tensors = (q, k, v, grad_out, sums, lse_log2, delta, operands.slopes, *given(operands))
+    function, _, count = functions(problem) if problem.score_mod else (None, None, 0)
+    tensors = (q, k, v, grad_out, sums, lse_log2, delta, operands.slopes, *given(operands), operands.numbers)
     numbers = (
         *(_strides(t) for t in (q, k, v, q if grad_out is None else grad_out)),
         *(
@@ -104,7 +112,7 @@ def bias_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_lo
             problem.batch,
         ),
         *(problem.heads_q, row_tiles, col_tiles, problem.len_q, problem.len_k, *_constants(problem, tile)),
-        *(problem.alibi == "batch", *own),
+        *(problem.alibi == "batch", *own, function, count),
     )
     programs = (problem.batch if own_b else 1) * (problem.heads_q if own_h else 1)
     programs *= (row_tiles if own_q else 1) * (col_tiles if own_k else 1)

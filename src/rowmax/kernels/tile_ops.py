@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from rowmax import mask
+from rowmax.kernels.triton.score_mod import modify
 
 # Rows and columns of the tiles in which a result that came out NaN is computed once more, with `guarded_dot`.
 GUARD = tl.constexpr(16)
@@ -131,10 +132,12 @@ def soft_cap(x):
 
 
 @triton.jit
-def bend(s, rows, cols, shift, scale_log2, cap, slope_log2):
-    """Raw scores to `(x, gain)`: x = log2(e) (soft-capped score + ALiBi bias), and the soft-cap's derivative.
+def bend(s, rows, cols, shift, scale_log2, cap, slope_log2, mod=None, head=None):
+    """Raw scores to `(x, gain)`: x = log2(e) (mod(soft-capped score) + ALiBi bias), and the derivative of what stands in
+    parentheses by the scaled score.
 
-    `cap` = (scale / softcap, softcap * log2(e)) or None; `slope_log2` = slope * log2(e) or None. Without a cap gain is unused.
+    `cap` = (scale / softcap, softcap * log2(e)) or None; `slope_log2` = slope * log2(e) or None; `mod` as in
+    `triton/score_mod.py`, or None. Without cap and mod gain is unused.
     """
     if cap is None:
         x = s * scale_log2
@@ -142,6 +145,9 @@ def bend(s, rows, cols, shift, scale_log2, cap, slope_log2):
     else:
         x, gain = soft_cap(s * cap[0])
         x = x * cap[1]
+    if mod is not None:
+        x, slope = modify(x, mod, head, rows, cols, shift)
+        gain = slope if cap is None else gain * slope
     if slope_log2 is not None:
         x = x - slope_log2 * tl.abs(rows + shift - cols).to(tl.float32)
     return x, gain

@@ -16,6 +16,7 @@ from rowmax.mask import Band
 from rowmax.paged import PagedProblem
 from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
+from rowmax.score_mod import lacks
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[
     if device.kind != "cpu":
         return f"runs on the CPU; the tensors are on {device.kind}"
     if not problem.plain:
-        return "torch's CPU operator takes no soft-cap, ALiBi, sink logits, bias or mask here, and no dropout"
+        return "torch's CPU operator takes no soft-cap, ALiBi, sink logits, bias, mask or score_mod here, and no dropout"
     if problem.packed:
         return "torch's CPU operator takes no packed sequences"
     if problem.band not in (Band(), Band(None, 0)):
@@ -57,7 +58,7 @@ def _aten_tiles(problem: Problem, device: Device, direction: str):
 def _tiled_refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     if device.kind != "cpu":
         return f"runs on the CPU; the tensors are on {device.kind}"
-    return None
+    return lacks(problem.score_mod, "reference")
 
 
 def _tiled_tiles(problem: Problem, device: Device, direction: str):

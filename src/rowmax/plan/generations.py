@@ -54,7 +54,7 @@ def _kv_outer_refuses(problem: Problem, device: Device, direction: str) -> Optio
         return "has a forward only"
     if not problem.windowed:
         return WINDOWS_ONLY
-    return None if problem.plain else "takes plain scores: no soft-cap, ALiBi, sink, bias or mask, and no dropout"
+    return None if problem.plain else "takes plain scores: no soft-cap, ALiBi, sink, bias, mask or score_mod, and no dropout"
 
 
 def _table(name: str, half: dict[int, str], hopper: dict[int, str], full: dict[int, str]):

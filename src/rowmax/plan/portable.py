@@ -16,6 +16,7 @@ import torch
 from rowmax.device import Device
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
+from rowmax.score_mod import lacks
 
 _parse = Tile.parse
 
@@ -88,7 +89,7 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs compute capability 8.0 or newer; {device.name} has {device.capability[0]}.{device.capability[1]}"
     if problem.dtype == torch.float64:
         return "fp64 runs on the CPU only"
-    return None
+    return lacks(problem.score_mod, "backward" if direction == "backward" else "forward")
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
@@ -100,7 +101,7 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
         row = next(row for largest, row in special.items() if dim <= largest)
         chosen, why = tuple(map(_parse, row[1:] if direction == "backward" else row[:1])), _PAIRS_WHY
     elif direction == "backward":
-        bent = table is _HOPPER and (problem.softcap > 0 or problem.alibi != "")
+        bent = table is _HOPPER and (problem.softcap > 0 or problem.alibi != "" or problem.score_mod != "")
         if bent:
             row = next(("", *tiles) for largest, tiles in _HOPPER_BENT.items() if dim <= largest)
             why = "untimed; compiles without spills where scores are bent"

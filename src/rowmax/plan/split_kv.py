@@ -74,6 +74,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return WINDOWS_ONLY
     if problem.pairs or problem.dropout:
         return "computes no bias, mask or dropout"
+    if problem.score_mod:
+        return "calls no score_mod"
     if problem.dim_qk > MOST_DIM or problem.dim_v > MOST_DIM_V:
         return f"takes dims up to {MOST_DIM} of q and k and {MOST_DIM_V} of v, not {problem.dim_qk} and {problem.dim_v}"
     if isinstance(problem, PagedProblem) and problem.eight_bits and device.kind == "cuda" and device.capability < (8, 9):

@@ -64,7 +64,7 @@ def _refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     if not problem.windowed:
         return WINDOWS_ONLY
     if not problem.plain:
-        return "takes plain scores: no soft-cap, ALiBi or sink"
+        return "takes plain scores: no soft-cap, ALiBi, sink, bias, mask or score_mod, and no dropout"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in fp16 and bf16, not {problem.dtype_name}"
     if max(problem.dim_qk, problem.dim_v) > MOST_DIM:

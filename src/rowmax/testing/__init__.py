@@ -16,6 +16,7 @@ import torch
 from rowmax.api import attention, attention_varlen
 from rowmax.plan import Plan
 from rowmax.problem import Operands, Problem
+from rowmax.score_mod import find
 from rowmax.testing.memory import LAYOUTS, carve, margins_intact, poisoned
 from rowmax.testing.operands import KINDS, cotangents, operands
 from rowmax.testing.report import Report
@@ -46,6 +47,8 @@ def attend(problem: Problem, operands: Operands, plan: Union[str, Plan, None] = 
         arguments.update(bias=operands.bias, mask=operands.mask)
     if problem.dropout:
         arguments.update(dropout_p=problem.dropout, seed=operands.seed)
+    if problem.score_mod:
+        arguments["score_mod"] = find(problem.score_mod)(*operands.numbers)  # type: ignore[misc]
     arguments.update({"causal": True} if problem.band[:2] == (None, 0) else {"window": tuple(problem.band[:2])})
     arguments.update(dict(zip(problem.band._fields[2:], problem.band[2:], strict=True)))
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]

@@ -9,6 +9,7 @@ from typing import Optional
 import torch
 
 from rowmax.problem import Operands, Problem
+from rowmax.score_mod import find
 from rowmax.testing.memory import carve, place, place_one
 
 # What each kind is for. The argument in parentheses may be changed: `shift(-1000)`.
@@ -85,7 +86,11 @@ def _scores(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]
         sink = 2.0 * torch.randn(problem.heads_q, generator=generator) + 2.0 * (heads % 3)
     per_head = [None if t is None else carve(t.to(problem.lse_dtype).to(device)) for t in (slopes, sink)]
     seed = torch.randint(-(2**62), 2**62, (1,), generator=generator).to(device) if problem.dropout else None
-    return [*per_head, *_pairs(problem, generator, device), seed]
+    numbers = None
+    if problem.score_mod:  # between 1/2 and 2
+        shape = (len(find(problem.score_mod).numbers), problem.heads_q)
+        numbers = (0.5 + 1.5 * torch.rand(shape, generator=generator)).to(problem.lse_dtype).to(device)
+    return [*per_head, *_pairs(problem, generator, device), seed, numbers]
 
 
 def _pairs(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]:

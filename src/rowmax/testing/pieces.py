@@ -1,11 +1,13 @@
 """A call cut into sequences, and their query rows into pieces small enough for a dense fp64 computation."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Optional
 
 import torch
 
 from rowmax import reference
 from rowmax.problem import Operands, Problem
+from rowmax.score_mod import ScoreMod, find
 
 # Query-key-head triples above which 64 rows are compared and the rest by sums; and those of one piece of the oracle.
 _EVERY_ROW_UP_TO = {"cpu": 2**25, "cuda": 2**32}
@@ -25,6 +27,25 @@ class Piece(NamedTuple):
     bias: Optional[torch.Tensor] = None  # [H, rows, len_k], fp64, of ALiBi and what is added; finite
     sink: Optional[torch.Tensor] = None  # [H], fp64
     kept: Optional[torch.Tensor] = None  # [H, rows, len_k], by dropout
+    mod: Optional["Mod"] = None  # of scores
+
+
+class Mod(NamedTuple):
+    """A function of scores `[.., H, rows, len_k]` of some rows of one sequence, and where they are."""
+
+    function: ScoreMod
+    where: tuple[torch.Tensor, ...]  # sequence, heads, rows, keys
+    numbers: torch.Tensor  # [how many, H], fp64
+
+    def _call(self, function: Callable, score: torch.Tensor) -> torch.Tensor:
+        return function(score, *self.where, *(number.to(score.dtype).view(-1, 1, 1) for number in self.numbers))
+
+    def bend(self, score: torch.Tensor, *_where) -> torch.Tensor:
+        """New scores, as `reference.attention` calls it, whatever place it gives them."""
+        return self._call(self.function.bend, score)
+
+    def slope(self, score: torch.Tensor) -> torch.Tensor:
+        return self._call(self.function.slope, score)
 
 
 class Sequence(NamedTuple):
@@ -61,7 +82,8 @@ def split(problem: Problem, operands: Operands) -> tuple[list[Sequence], bool]:
             seen, bias = _pairs(problem, operands, lead, part, seen, bias)
             kept = _kept(problem, operands, lead[0] if lead else number, span_q, span_k, part)
             name = f"sequence {number}, rows from {int(part[0])}"
-            pieces.append(Piece(name, index, part, q[index], seen, bias, sink, kept))
+            mod = _mod(problem, operands, lead[0] if lead else number, len(span_q), len(span_k), part)
+            pieces.append(Piece(name, index, part, q[index], seen, bias, sink, kept, mod))
         result.append(Sequence(f"sequence {number}", keys, k[keys], v[keys], pieces))
     return result, sampled
 
@@ -99,6 +121,15 @@ def _kept(problem: Problem, operands: Operands, number: int, span_q: range, span
         return None
     seed, sizes = int(operands.seed), (problem.heads_q, len(span_q), len(span_k))
     return reference.dropout(seed, problem.dropout, [number], *sizes, rows=rows)[0]
+
+
+def _mod(problem: Problem, operands: Operands, number: int, len_q: int, len_k: int, rows: torch.Tensor) -> Optional[Mod]:
+    """As `_kept`, for packed sequences where `spans` leaves none out."""
+    if operands.numbers is None:
+        return None
+    heads, keys = (torch.arange(n, device=rows.device) for n in (problem.heads_q, len_k))
+    where = (torch.tensor(number, device=rows.device), heads.view(-1, 1, 1), (rows + len_k - len_q).unsqueeze(1), keys)
+    return Mod(find(problem.score_mod), where, operands.numbers.double())
 
 
 def pairs_of(t: torch.Tensor, lead: tuple, rows: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@
 
     o64      the definition in fp64, from the same rounded inputs (`reference`)
     A_id     sum_j p_ij |v_jd|: what the element is made of
-    S_i      max_j |scale| sum_d |q_id k_jd|: how big the terms of the scores are
+    S_i      max_j |scale| sum_d |q_id k_jd|: how big the terms of the scores are; of a score_mod f that times |f'|, where it is
+             above 1, and besides |f(s) - s|
     u, tiny  unit roundoff and smallest subnormal of the storage type
     c, g     2 and 4 * 2^-24 in 16 bits, 16 and 16 * 2^-24 in fp32; g at least 1.5 sqrt(dim_qk) * 2^-24 (`report`)
 
@@ -171,6 +172,11 @@ class _Truth(NamedTuple):
         if problem.dtype != torch.float64:
             naive, _ = _define(problem, piece, piece.q, sequence.k, sequence.v)
         sizes = torch.einsum("ihd,jhd->hij", q.abs(), expand_heads(problem, k.abs())) * abs(problem.scale)
+        if piece.mod is not None:
+            score = torch.einsum("ihd,jhd->hij", q, expand_heads(problem, k)) * problem.scale
+            score = problem.softcap * torch.tanh(score / problem.softcap) if problem.softcap else score
+            change = finite(piece.mod.bend(score) - score).abs()
+            sizes = sizes * finite(piece.mod.slope(score)).abs().clamp(min=1.0) + change
         if piece.bias is not None:
             sizes = sizes + piece.bias.abs()
         sizes = torch.where(piece.seen, finite(sizes), 0.0)
@@ -189,6 +195,7 @@ def _define(problem: Problem, piece: Piece, q, k, v, sink=None) -> tuple[torch.T
         sink=piece.sink if sink is None else sink,
         kept=piece.kept,
         dropout_p=problem.dropout,
+        score_mod=None if piece.mod is None else piece.mod.bend,
     )
     return out[0], lse[0]
 
@@ -231,6 +238,8 @@ class _Gradients(NamedTuple):
         if problem.softcap:
             scores = scores / problem.softcap
             scores, steep = problem.softcap * torch.tanh(scores), 1 / torch.cosh(scores) ** 2
+        if piece.mod is not None:
+            scores, steep = piece.mod.bend(scores), steep * piece.mod.slope(scores).abs()
         if piece.bias is not None:
             scores = scores + piece.bias
         p = torch.where(seen, torch.exp(scores - truth.lse.unsqueeze(-1)), 0.0)
@@ -242,7 +251,7 @@ class _Gradients(NamedTuple):
         logits = 2 * truth.logits + finite(truth.lse).abs()
         factor = error_factor(problem, logits).unsqueeze(-1)
         # The oracle's derivative of the soft-cap, 1 - tanh^2, is itself off by 2^-53, however small it is.
-        weighted = w * factor + flat * (2.0**-52 if problem.softcap else 0.0)
+        weighted = w * factor + flat * (2.0**-52 if problem.softcap or problem.score_mod else 0.0)
 
         def over_keys(weights):
             return scale * torch.einsum("hij,jhd->ihd", weights, k.abs())

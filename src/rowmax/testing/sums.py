@@ -23,7 +23,7 @@ def check_sums(problem: Problem, operands: Operands, grads, grad_out, grad_lse, 
     """
     # The first holds where scores are linear in k up to what is added, the second where all weight is on values; both where
     # the band alone leaves rows without keys.
-    linear = not problem.softcap and not problem.sink and not problem.pairs
+    linear = not problem.softcap and not problem.sink and not problem.pairs and not problem.score_mod
     holds = (linear, not problem.sink and not problem.pairs and not problem.dropout, True, True)
     names = ("sum dk", "sum dv", "<q,dq> = <k,dk>", "<v,dv> = <o,do>")
     tallies = [Tally(name, problem) for name in names]

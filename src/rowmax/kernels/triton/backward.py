@@ -14,7 +14,17 @@ Source: Dao, "FlashAttention-2" (2023), algorithm 2; the LSE's gradient enters t
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import group_source, head_base, load_member, load_tile, locate, slopes_base, source, store_tile
+from rowmax.kernels.address import (
+    group_source,
+    head_base,
+    load_member,
+    load_tile,
+    locate,
+    sequence_of,
+    slopes_base,
+    source,
+    store_tile,
+)
 from rowmax.kernels.tile_ops import (
     GUARD,
     any_of,
@@ -68,7 +78,7 @@ def _walk_keys(
     dq, q, do, lse_log2, delta, k_source, v_source, k_stride, v_stride, ranges, row, len_q, len_k, shift, band, scale_log2,
     cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr, mod=None,
 ):  # fmt: skip
     """dQ / scale of one Q tile, over the key tiles that need the element mask, or over the others."""
     GIVEN: tl.constexpr = bias is not None or mask is not None
@@ -77,10 +87,10 @@ def _walk_keys(
         k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
         v = load_tile(v_source, col, v_stride, len_k, DIM_V, BLOCK_N, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if cap is not None or slope_log2 is not None or GIVEN:
+        if cap is not None or slope_log2 is not None or mod is not None or GIVEN:
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
-            x, gain = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2)
+            x, gain = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2, mod, head)
             if GIVEN:
                 x, shown = give(x, rows[:, None], cols[None, :], len_q, len_k, bias, bias_strides, mask, mask_strides)
             p = tl.exp2(x - lse_log2[:, None])
@@ -90,7 +100,7 @@ def _walk_keys(
         if drop is not None:
             dp = tl.where(kept(drop, head, row, col, BLOCK_M, BLOCK_N, False), dp * drop[3], 0.0)
         ds = score_gradient(p, dp, delta[:, None])
-        if cap is not None:
+        if cap is not None or mod is not None:
             ds = ds * gain
         if MASKED:
             rows = row + tl.arange(0, BLOCK_M)
@@ -113,7 +123,7 @@ def _store_guarded_dq(
     q_base, k_base, v_base, do_base, dq_base, lse_base, delta_base, q_stride, k_stride, v_stride, do_stride, dq_stride, row,
     last, len_q, len_k, shift, band, scale, cap, slope_log2, bias, bias_strides, mask, mask_strides,
     drop, head,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, mod=None,
 ):  # fmt: skip
     """Rows `[row, last]` of dQ once more, with `guarded_dot`; see `_store_guarded` of the forward."""
     zero = len_k * 0
@@ -130,7 +140,7 @@ def _store_guarded_dq(
         dq = _walk_keys(
             dq, q, do, lse_log2, delta, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_q, len_k,
             shift, band, scale * LOG2E, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
-            GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1,
+            GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, 1, mod,
         )  # fmt: skip
         store_tile(dq_base, dq * scale, piece, dq_stride, len_q, DIM, GUARD, BLOCK_D)
 
@@ -143,13 +153,14 @@ def query_kernel(
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
     seed_ptr,  # int64 [1]; None: no dropout
+    numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
     q_strides, k_strides, v_strides, do_strides, dq_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
     odds,  # of dropout: (p 2^31, 1 / (1 - p))
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PER_SEQUENCE: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """dQ."""
     total_q = len_q
@@ -189,6 +200,7 @@ def query_kernel(
         drop = None
     else:
         drop = dropping(seed_ptr, odds, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
+    sequence = 0 if FUNCTION is None else sequence_of(tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
 
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
@@ -197,11 +209,13 @@ def query_kernel(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
         scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, False, STAGES,
+        None if FUNCTION is None else (FUNCTION, DERIVATIVE, NUMBERS, numbers_ptr, heads, sequence),
     )  # fmt: skip
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
         scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, False, STAGES,
+        None if FUNCTION is None else (FUNCTION, DERIVATIVE, NUMBERS, numbers_ptr, heads, sequence),
     )  # fmt: skip
     bad = any_of(dq != dq)
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
@@ -216,6 +230,9 @@ def query_kernel(
         if slopes_ptr is not None:
             pid = tl.program_id(0) + (bad >> 8)
             slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
+        once_more = (
+            0 if FUNCTION is None else sequence_of(tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
+        )
         base = (b.to(tl.int64) * heads + head) * total_q + begin_q
         _store_guarded_dq(
             head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
@@ -229,6 +246,7 @@ def query_kernel(
             None if seed_ptr is None else dropping(
                 seed_ptr, odds, tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M
             ), head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            None if FUNCTION is None else (FUNCTION, DERIVATIVE, NUMBERS, numbers_ptr, heads, once_more),
         )  # fmt: skip
 
 
@@ -238,7 +256,7 @@ def _walk_queries(
     band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, drop, first_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, MASKED: tl.constexpr,
-    GUARDED: tl.constexpr, STAGES: tl.constexpr,
+    GUARDED: tl.constexpr, STAGES: tl.constexpr, mod=None,
 ):  # fmt: skip
     """`(dK / scale, dV, 0)` of one K/V tile over the masked or the other query tiles of every head in the group, in one loop.
 
@@ -266,10 +284,13 @@ def _walk_queries(
             lse_log2 = tl.load(lse_base + row_base + rows, mask=rows < len_q, other=float("inf"))
         else:
             lse_log2 = tl.load(lse_base + row_base + rows)
-        if cap is not None or slopes is not None or GIVEN:
+        if cap is not None or slopes is not None or mod is not None or GIVEN:
             cols = col + tl.arange(0, BLOCK_N)
             slope_log2 = None if slopes is None else tl.load(slopes + member) * LOG2E
-            x, gain = bend(s, rows[None, :], cols[:, None], shift, scale_log2, cap, slope_log2)
+            x, gain = bend(
+                s, rows[None, :], cols[:, None], shift, scale_log2, cap, slope_log2, mod,
+                None if mod is None else first_head + member,
+            )  # fmt: skip
             if GIVEN:
                 x, shown = give(
                     x, rows[None, :], cols[:, None], len_q, len_k,
@@ -309,7 +330,7 @@ def _walk_queries(
             if drop is not None:
                 dp = tl.where(keep, dp * drop[3], 0.0)
             ds = score_gradient(p, dp, delta[None, :])
-            if cap is not None:
+            if cap is not None or mod is not None:
                 ds = ds * gain
             if MASKED:
                 ds = tl.where(seen, ds, 0.0)
@@ -331,13 +352,15 @@ def key_kernel(
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
     seed_ptr,  # int64 [1]; None: no dropout
+    numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
     odds,  # of dropout: (p 2^31, 1 / (1 - p))
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr, FUNCTION: tl.constexpr, DERIVATIVE: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, or one of them: together they share the scores, apart each has the registers to itself."""
     total_q = len_q
@@ -376,6 +399,7 @@ def key_kernel(
         drop = None
     else:
         drop = dropping(seed_ptr, odds, tl.program_id(0), cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N)
+    sequence = 0 if FUNCTION is None else sequence_of(tl.program_id(0), cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N)
 
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, shift, band, BLOCK_M)
     EDGE_M: tl.constexpr = BLOCK_M // 2 if BLOCK_M > 16 else BLOCK_M  # masked tiles need registers for the mask and pointers
@@ -385,6 +409,7 @@ def key_kernel(
         dk, dv, k, v, q_source, do_source, lse_base, delta_base, q_strides, do_strides, ranges, col, total_q, len_q, len_k,
         shift, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, drop, first_head, GROUP, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, False, False, STAGES,
+        None if FUNCTION is None else (FUNCTION, DERIVATIVE, NUMBERS, numbers_ptr, heads, sequence),
     )  # fmt: skip
     # Where everything lies once more, from a program id that depends on the loop: kept over the loop, it would spill.
     col, kv_head, b, begin_k, len_k, begin_q, len_q = locate(
@@ -404,11 +429,14 @@ def key_kernel(
     mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head)
     if seed_ptr is not None:
         drop = dropping(seed_ptr, odds, tl.program_id(0) + zero, cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N)
+    if FUNCTION is not None:
+        sequence = sequence_of(tl.program_id(0) + zero, cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N)
     ranges = query_ranges(col, tl.minimum(col + BLOCK_N, len_k) - 1, len_q, len_k - len_q, band, BLOCK_M)
     dk, dv, _ = _walk_queries(
         dk, dv, k, v, q_base, do_base, lse_ptr + row_base, delta_ptr + row_base, q_strides, do_strides, ranges, col, total_q,
         len_q, len_k, len_k - len_q, band, scale_log2, cap, slopes, bias, bias_strides, mask, mask_strides, drop, first_head,
         GROUP, DIM, DIM_V, EDGE_M, BLOCK_N, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, False, 1,
+        None if FUNCTION is None else (FUNCTION, DERIVATIVE, NUMBERS, numbers_ptr, heads, sequence),
     )  # fmt: skip
     bad = 0
     if WANT_DK:
@@ -439,6 +467,11 @@ def key_kernel(
             slopes = first_head + slopes_base(
                 slopes_ptr, pid, cu_seqlens_k, batch, heads // GROUP, tiles, heads, BLOCK_N, PER_SEQUENCE
             )
+        once_more = (
+            0
+            if FUNCTION is None
+            else sequence_of(tl.program_id(0) + (bad >> 8), cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N)
+        )
         zero = len_q * 0
         for piece in range(col, tl.minimum(col + BLOCK_N, len_k), GUARD):
             dk_piece, dv_piece, _ = _walk_queries(
@@ -453,6 +486,7 @@ def key_kernel(
                 None if seed_ptr is None else dropping(
                     seed_ptr, odds, tl.program_id(0) + (bad >> 8), cu_seqlens_k, batch, heads // GROUP, tiles, BLOCK_N
                 ), first_head, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV, WANT_DK, WANT_DV, True, True, 1,
+                None if FUNCTION is None else (FUNCTION, DERIVATIVE, NUMBERS, numbers_ptr, heads, once_more),
             )  # fmt: skip
             if WANT_DK:
                 store_tile(dk_base, dk_piece * scale, piece, dk_strides[1], len_k, DIM, GUARD, BLOCK_D)

@@ -1,4 +1,5 @@
-"""The gradient of an added bias: dS, without the soft-cap's factor, summed over the dimensions that the bias is broadcast in.
+"""The gradient of an added bias: dS, without the factors of a soft-cap and of a score_mod, summed over the dimensions that the
+bias is broadcast in.
 
     dB_ij = sum P_ij (dP_ij - delta_i)
 
@@ -22,13 +23,13 @@ def bias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, T, H, D]; do_ptr None: only the LSE has a gradient
     db_ptr,  # the bias's own type or fp32, [B, H, len_q, len_k] with 1 for what is summed by a program
     lse_ptr, delta_ptr,  # of `row_kernel`, the LSE in base 2
-    slopes_ptr, bias_ptr, mask_ptr, seed_ptr,
+    slopes_ptr, bias_ptr, mask_ptr, seed_ptr, numbers_ptr,
     q_strides, k_strides, v_strides, do_strides, bias_strides, mask_strides, odds,
     db_strides,  # (batch, head, query, key), contiguous; 0 for what is summed
     scale, cap, band, batch, heads, row_tiles, col_tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PER_SEQUENCE: tl.constexpr, OWN_B: tl.constexpr, OWN_H: tl.constexpr,
-    OWN_Q: tl.constexpr, OWN_K: tl.constexpr,
+    OWN_Q: tl.constexpr, OWN_K: tl.constexpr, FUNCTION: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """`OWN_*`: programs have batches, heads, row tiles, column tiles of their own; else each walks over all of them."""
     pid = tl.program_id(0)
@@ -68,7 +69,10 @@ def bias_kernel(
                 slope_log2 = None
             else:
                 slope_log2 = tl.load((slopes_ptr + b * heads if PER_SEQUENCE else slopes_ptr) + head) * LOG2E
-            x, _gain = bend(s, rows[:, None], cols[None, :], shift, scale * LOG2E, cap, slope_log2)
+            x, _gain = bend(
+                s, rows[:, None], cols[None, :], shift, scale * LOG2E, cap, slope_log2,
+                None if FUNCTION is None else (FUNCTION, FUNCTION, NUMBERS, numbers_ptr, heads, b), head,
+            )  # fmt: skip
             bias = pair_base(bias_ptr, bias_strides, b, head)
             mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head)
             x, shown = give(x, rows[:, None], cols[None, :], len_q, len_k, bias, bias_strides, mask, mask_strides)

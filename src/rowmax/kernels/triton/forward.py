@@ -11,7 +11,7 @@ Source: Dao, "FlashAttention-2" (2023), algorithm 1.
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import head_base, load_tile, locate, slopes_base, source, store_tile
+from rowmax.kernels.address import head_base, load_tile, locate, sequence_of, slopes_base, source, store_tile
 from rowmax.kernels.tile_ops import (
     GUARD,
     add_sink,
@@ -37,6 +37,7 @@ def _walk(
     slope_log2, bias, bias_strides, mask, mask_strides, drop, head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr, STAGES: tl.constexpr,
+    mod=None,
 ):  # fmt: skip
     """The one loop body: over the key tiles that need the element mask, or over the others."""
     GIVEN: tl.constexpr = bias is not None or mask is not None
@@ -44,10 +45,10 @@ def _walk(
         col = tile_start(turn, ranges, BLOCK_N, MASKED)
         k = load_tile(k_source, col, k_stride, len_k, DIM, BLOCK_N, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if cap is not None or slope_log2 is not None:
+        if cap is not None or slope_log2 is not None or mod is not None:
             rows = row + tl.arange(0, BLOCK_M)
             cols = col + tl.arange(0, BLOCK_N)
-            s, _ = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2)
+            s, _ = bend(s, rows[:, None], cols[None, :], shift, scale_log2, cap, slope_log2, mod, head)
         elif PRESCALE:
             s = s * scale_log2
         if GIVEN:
@@ -78,7 +79,7 @@ def _store_guarded(
     q_base, k_base, v_base, o_base, lse_base, q_stride, k_stride, v_stride, o_stride, row, last, len_q, len_k, shift, band,
     scale_log2, cap, slope_log2, sink_log2, bias, bias_strides, mask, mask_strides,
     drop, head,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, mod=None,
 ):  # fmt: skip
     """Rows `[row, last]` once more, with `guarded_dot` and scaled scores, in pieces too small to cost the kernel registers."""
     zero = len_k * 0
@@ -90,7 +91,7 @@ def _store_guarded(
         acc, m, l = _walk(
             acc, m, l, q, k_base, v_base, k_stride, v_stride, (zero, zero, zero, len_k), piece, len_q, len_k, shift, band,
             scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
-            GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1,
+            GUARD, GUARD, BLOCK_D, BLOCK_DV, True, True, True, 1, mod,
         )  # fmt: skip
         if sink_log2 is not None:
             acc, m, l = add_sink(acc, m, l, sink_log2)
@@ -112,16 +113,17 @@ def forward_kernel(
     slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
     seed_ptr,  # int64 [1]; None: no dropout
+    numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
     odds,  # of dropout: (p 2^31, 1 / (1 - p))
     scale_log2, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr, FUNCTION: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """`PRESCALE`: scores are scaled before the maximum is taken, as a scale <= 0, a cap and a bias require; otherwise inside
-    the exponential. `PER_SEQUENCE`: slopes are [B, H]."""
+    the exponential. `PER_SEQUENCE`: slopes are [B, H]. `FUNCTION`: of scores, by the caller, or None."""
     total_q = len_q
     total_k = len_k
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
@@ -149,6 +151,7 @@ def forward_kernel(
         drop = None
     else:
         drop = dropping(seed_ptr, odds, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
+    sequence = 0 if FUNCTION is None else sequence_of(tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
 
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
@@ -159,11 +162,13 @@ def forward_kernel(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
         scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, False, False, STAGES,
+        None if FUNCTION is None else (FUNCTION, FUNCTION, NUMBERS, numbers_ptr, heads, sequence),
     )  # fmt: skip
     acc, m, l = _walk(
         acc, m, l, q, k_source, v_source, k_strides[1], v_strides[1], ranges, row, len_q, len_k, shift, band,
         scale_log2, cap, slope_log2, bias, bias_strides, mask, mask_strides, drop, head, DIM, DIM_V,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRESCALE, True, False, STAGES,
+        None if FUNCTION is None else (FUNCTION, FUNCTION, NUMBERS, numbers_ptr, heads, sequence),
     )  # fmt: skip
     bad = any_of(acc != acc)
     if not PRESCALE:  # beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1
@@ -193,6 +198,9 @@ def forward_kernel(
         if slopes_ptr is not None:
             pid = tl.program_id(0) + (bad >> 8)
             slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
+        once_more = (
+            0 if FUNCTION is None else sequence_of(tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
+        )
         _store_guarded(
             head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
             head_base(v_ptr, v_strides, b, begin_k, head // GROUP), o_base, lse_base, q_strides[1], k_strides[1], v_strides[1],
@@ -204,4 +212,5 @@ def forward_kernel(
             None if seed_ptr is None else dropping(
                 seed_ptr, odds, tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M
             ), head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+            None if FUNCTION is None else (FUNCTION, FUNCTION, NUMBERS, numbers_ptr, heads, once_more),
         )  # fmt: skip
