@@ -36,7 +36,7 @@ BUILDS += [("A100", LARGE, "d64 fp32", "backward")]  # larger ones take minutes 
 STRUCTURES = ["d40/24 fp16", "d41/23 bf16 causal", "d128 fp16", "d128 bf16 window(256,9)", "d128 bf16 causal packed"]
 STRUCTURES += ["d96/72 bf16 window(256,inf) packed"]
 STRUCTURES += ["d128 bf16 causal softcap=30.0", "d128 bf16 causal alibi(batch) sink"]
-STRUCTURES += ["d128 bf16 causal bias(hqk)", "d128 bf16 causal packed dropout=0.1", "d128 bf16 causal mod(own_cap)"]
+STRUCTURES += ["d128 bf16 causal bias(hqk)", "d128 bf16 causal packed dropout=0.1", "d128 bf16 causal mod(distance)"]
 BUILDS += [("H200", LARGE, structure, way) for structure in STRUCTURES for way in WAYS]
 BUILDS += [("H200", LARGE, "d128 bf16 packed window(256,9) sink_tokens=4 prefix=64 chunk=512", "backward")]
 BUILDS += [("H200", "b1 h2/1 q1 k100", "d32 fp16 causal alibi", "backward")]  # lengths of 1 as constants: ptxas crashed

@@ -67,7 +67,7 @@ def query_ranges(col, last, len_q, shift, band, BLOCK_M: tl.constexpr):
     start = clamp(first_query(col, shift, band), 0, len_q) // BLOCK_M * BLOCK_M
     most = end_query(last, shift, len_q, band)
     fewest = col
-    if len(band) > 2:  # early keys are seen to the end
+    if band.__len__() > 2:  # early keys are seen to the end
         most = tl.maximum(most, end_query(col, shift, len_q, band))
         fewest = tl.maximum(col, tl.minimum(last, early_keys(last, band)))
     end = tl.maximum(clamp(most, 0, len_q), start)
@@ -109,7 +109,7 @@ def tile_start(turn, ranges, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 def visible(rows, cols, len_k, shift, band):
     """Boolean, broadcast of `rows` and `cols` (pass `rows[:, None], cols[None, :]` or the transpose)."""
     seen = cols < tl.minimum(end_key(rows, shift, len_k, band), len_k)
-    if len(band) > 2:
+    if band.__len__() > 2:
         if band.left is not None or band.chunk is not None:
             near = cols >= first_key(rows, shift, band)
             if band.sink_tokens is not None or band.prefix is not None:

@@ -53,7 +53,7 @@ def bias_kernel(
         b = first_b + turn // (turns_k * turns_q * turns_h)
         last = tl.minimum(row + BLOCK_M, len_q) - 1
         near = col + BLOCK_N > first_key(row, shift, band)
-        if len(band) > 2:
+        if band.__len__() > 2:
             near = near | (col < early_keys(col, band))
         if (col < end_key(last, shift, len_k, band)) & near:
             q = load_tile(head_base(q_ptr, q_strides, b, 0, head), row, q_strides[1], len_q, DIM, BLOCK_M, BLOCK_D, True)
