@@ -25,6 +25,7 @@ ALLOWED = {
     "score_mod": {"errors"},
     "scores": {"errors", "score_mod"},
     "padding": {"errors"},
+    "prefixes": {"errors"},
     "paged": {"problem", "errors", "mask"},
     "plan": {"plan", "problem", "paged", "mask", "device", "errors", "numerics", "score_mod"},
     "cpu": {"cpu", "plan", "problem", "paged", "mask", "numerics", "errors", "score_mod"},

@@ -75,6 +75,37 @@ def test_a_prefix_sees_itself_whole():
     same((out[:, 5:],), (rowmax.attention(q[:, 5:], k, v, causal=True),))
 
 
+@pytest.mark.parametrize("lengths", [(12, 12), (7, 15), (15, 7)])
+def test_every_sequence_has_a_prefix_of_its_own(lengths):
+    inputs, prefix = [t.requires_grad_() for t in random_call(*lengths, batch=4)], torch.tensor([0, 5, 1, 40])
+    sink, slopes = torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_(), torch.rand(4, 4).double()
+    seen = torch.stack([reference.visible(*lengths, right=0, prefix=n) for n in prefix.tolist()])[:, None]
+    bent = {"softcap": 3.0, "sink": sink}
+    ours = rowmax.attention(*inputs, causal=True, prefix=prefix, alibi_slopes=slopes, return_lse=True, **bent)
+    results = []
+    for out, lse in (ours, reference.attention(*inputs, seen=seen, slopes=slopes, **bent)):
+        results.append((out, lse, *torch.autograd.grad(out.sin().sum() + lse.exp().sum(), [*inputs, sink])))
+    same(*results)
+
+
+def test_packed_and_padded_sequences_have_prefixes_of_their_own():
+    q, k, v = random_call()
+    out = rowmax.attention(
+        q, k, v, causal=True, prefix=torch.tensor([3, 6]), seqlens_k=torch.tensor([12, 9]), leftpad_k=torch.tensor([4, 0])
+    )
+    same((out[:1, 4:],), (rowmax.attention(q[:1, 4:], k[:1, 4:], v[:1, 4:], causal=True, prefix=3),))
+    same((out[1:],), (rowmax.attention(q[1:], k[1:, :9], v[1:, :9], causal=True, prefix=6),))
+    ends = torch.tensor([0, 5, 5, 11], dtype=torch.int32)  # the last row belongs to none
+    out, lse = rowmax.attention_varlen(
+        q[0], k[0], v[0], ends, ends, causal=True, prefix=torch.tensor([2, 7, 4]), return_lse=True
+    )
+    for (begin, end), n in (((0, 5), 2), ((5, 11), 4)):
+        one = rowmax.attention(*(t[:1, begin:end] for t in (q, k, v)), causal=True, prefix=n, return_lse=True)
+        same((out[begin:end], lse[:, begin:end]), (one[0][0], one[1][0]))
+    assert not out[11:].any()
+    assert bool((lse[:, 11:] == -torch.inf).all())
+
+
 def test_padded_batches_count_from_their_own_first_key():
     q, k, v = random_call(12, 12)
     options = {"window": (3, 0), "sink_tokens": 2, "chunk": 7}
@@ -111,7 +142,11 @@ def test_one_graph_and_the_flops_of_visible_pairs():
         ({"chunk": 0}, "chunk must be at least 1"),
         ({"chunk": 4.0}, "chunk must be an integer"),
         ({"sink_tokens": True}, "sink_tokens must be an integer"),
-        ({"prefix": torch.tensor([3, 4]), "causal": True}, "prefix must be an integer"),
+        ({"prefix": torch.tensor([3, 4])}, "causal=True and no window"),
+        ({"prefix": torch.tensor([3, 4]), "causal": True, "window": None, "chunk": 4}, "without chunk"),
+        ({"prefix": torch.tensor([3, 4]), "causal": True, "window": None, "dropout_p": 0.1}, "without dropout"),
+        ({"prefix": torch.tensor([3]), "causal": True, "window": None}, r"tensor \[B\]"),
+        ({"prefix": torch.tensor([3, -1]), "causal": True, "window": None}, "at least 0 in every sequence"),
     ],
 )
 def test_errors_say_what_is_wrong(options, said):

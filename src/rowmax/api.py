@@ -27,7 +27,7 @@ def attention(
     causal: bool = False,
     window: Optional[Window] = None,
     sink_tokens: Optional[int] = None,
-    prefix: Optional[int] = None,
+    prefix: Union[None, int, torch.Tensor] = None,
     chunk: Optional[int] = None,
     scale: Optional[float] = None,
     softcap: Optional[float] = None,
@@ -57,7 +57,9 @@ def attention(
             blocks on the diagonal without `causal`).
         sink_tokens: the first so many keys stay visible left of a window or of a chunk (StreamingLLM); not to queries before
             them, if `causal`. Without either they change nothing.
-        prefix: the first so many keys are visible to every query (prefix-LM, with `causal`), whatever else is said here.
+        prefix: the first so many keys are visible to every query (prefix-LM, with `causal`), whatever else is said here. Or an
+            int32 or int64 tensor `[B]`, a number for each sequence: with `causal`, without window, sink_tokens, chunk, bias,
+            mask, dropout and score_mod. It runs as two calls over packed sequences, and is not read back.
         scale: factor on the scores, any finite number; `None` is `1/sqrt(D)`.
         softcap: c > 0 makes a scaled score s into `c tanh(s / c)`, in natural units, at most 1e30; `None` and 0 are none.
         alibi_slopes: `[Hq]` or `[B, Hq]`, floating point: adds `-slope * |i + Tk - Tq - j|` to the score of query i and key j,
@@ -132,7 +134,7 @@ def attention_varlen(
     causal: bool = False,
     window: Optional[Window] = None,
     sink_tokens: Optional[int] = None,
-    prefix: Optional[int] = None,
+    prefix: Union[None, int, torch.Tensor] = None,
     chunk: Optional[int] = None,
     scale: Optional[float] = None,
     softcap: Optional[float] = None,
@@ -291,6 +293,12 @@ def _call_padded(q, k, v, lengths, causal, window, scale, return_lse, determinis
     cu = cu_seqlens(lengths, batch, len_q, len_k, q.device)
     if scores is not None and isinstance(scores[1], torch.Tensor) and scores[1].dim() == 2:
         scores = (scores[0], scores[1].repeat_interleave(RUNS, 0), *scores[2:])
+    if scores is not None and len(scores) > 8 and isinstance(scores[-2], torch.Tensor):
+        from rowmax import prefixes
+
+        prefixes.check(scores[-2], batch, q.device)
+        nothing = torch.zeros_like(scores[-2])  # the run of a row that has keys and queries is the second
+        scores = (*scores[:-2], torch.stack([nothing, scores[-2], nothing], 1).flatten(), scores[-1])
     flat = (t.flatten(0, 1) for t in (q, k, v))
     found = _call(*flat, *cu, len_q, len_k, causal, window, scale, return_lse, deterministic, plan, scores)
     if not return_lse:
@@ -309,6 +317,10 @@ def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a tensor [B|1, H|1, Tq|1, Tk|1] or None; got {type(tensor).__name__}.")
     need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink, *more[:1]))
+    if len(more) > 5 and isinstance(more[-2], torch.Tensor):
+        from rowmax import prefixes
+
+        return prefixes.attend(_call, q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink, *more)
     softcap = softcap if type(softcap) is float else 0.0 if softcap is None else _number("softcap", softcap)
     call = (return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink)
     if more:
@@ -384,7 +396,9 @@ def _band(causal: bool, window: Optional[Window]):
 
 
 def _seen(causal: bool, window: Optional[Window], sink_tokens, prefix, chunk) -> tuple:
-    """What a `mask.Pattern` has beside its sides; empty where a window says the same."""
+    """What a `mask.Pattern` has beside its sides; empty where a window says the same. A tensor is for `prefixes`."""
+    if isinstance(prefix, torch.Tensor):
+        return sink_tokens or None, prefix, chunk
     for name, value in (("sink_tokens", sink_tokens), ("prefix", prefix), ("chunk", chunk)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
             raise ProblemError(f"{name} must be an integer or None; got {value!r} of type {type(value).__name__}.")
