@@ -15,32 +15,46 @@ import torch
 from rowmax.analysis.cost import keys_seen, sequences
 from rowmax.analysis.occupancy import Block, blocks_at_once
 from rowmax.device import Device, Rates
-from rowmax.mask import AnyBand, end_query, first_query
+from rowmax.mask import AnyBand
 from rowmax.paged import PagedProblem
 from rowmax.plan import Plan, hopper, resources, split_kv
-from rowmax.plan.generations import SOFTMAX_TILE, score_columns
 from rowmax.plan.hopper import HopperTile
 from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile, early, key_ranges
-from rowmax.plan.warp_split import WarpTile
 from rowmax.problem import Problem
 
-SYNC_FLOPS = 2540  # of mma.sync, a clock and a multiprocessor of Hopper: 0.62 of what its own instruction does
-CACHED = 0.7  # of the L2 cache, that data used by all blocks at once may take and still be found there
+CACHED = 0.7  # of the L2 cache, that K and V used by all blocks at once may take and still be found there
+PARTS_AT_ONCE = 16  # that a combine program loads together
 Lengths = Sequence[tuple[int, int]]
 
 
 class Turn(NamedTuple):
-    """Work of one turn of one block: FLOPs of products as executed, exponentials, other fp32 operations on scores, those on the
-    accumulator, and bytes that it waits for (0 where they were fetched ahead). Counted for `warp_split` only, 0 elsewhere:
-    bytes read from and written to shared memory, and barriers of the block."""
+    """Work of one turn of one block.
+
+    Attributes:
+        tensor_flops: of products, as executed.
+        exps: exponentials.
+        score_ops, rescale_ops: other fp32 operations on scores, and on the accumulator.
+        waited_bytes: read or written while nothing of the block runs beside.
+        ahead_bytes: fetched for this turn while earlier ones run, or waited for where the launch has one stage.
+        mask_ops: operations that a mask adds.
+        lookups: answers of the cache that it waits for, one after another.
+        sync: products by mma.sync, as of tiles with fewer than 64 rows.
+        shared_bytes, conflict_bytes, barriers: of `warp_split` only: bytes in and out of shared memory, what more would move in
+            the time that conflicts of its banks take, and barriers of the block.
+    """
 
     tensor_flops: float
     exps: float
     score_ops: float
     rescale_ops: float
     waited_bytes: float = 0.0
+    ahead_bytes: float = 0.0
+    mask_ops: float = 0.0
+    lookups: int = 0
+    sync: bool = False
     shared_bytes: float = 0.0
+    conflict_bytes: float = 0.0
     barriers: int = 0
 
 
@@ -52,10 +66,19 @@ class Launch(NamedTuple):
         tasks: (how many, turns, of these turns with a mask), in the order in which they begin.
         turn: see `Turn`.
         at_once: blocks that a multiprocessor holds.
+        hbm_bytes, l2_bytes: moved from or to memory; out of the cache into multiprocessors.
+        stages: tiles in flight.
         persistent: blocks take one task after another, and overlap the end of one with the beginning of the next.
         in_turn: they take every n-th, whatever it takes.
-        stages: tiles in flight.
-        hbm_bytes, l2_bytes: moved from or to memory; out of the cache into multiprocessors.
+        slower: a turn takes so many times as long, for what was counted in machine code.
+        far: share of the bytes of turns that are not in the cache.
+        own_bytes: of Q and O, which a block waits for before and behind its turns; `own_far`: share that is not in the cache.
+        lookups: answers of memory that it waits for one after another until it knows where its work is.
+        descriptors: that it makes for TMA.
+        empty: blocks that find no work.
+        outer: for each task, what it waits for outside of its turns: answers of memory, those of HBM among them, and bytes.
+        light: blocks that look at a few numbers and end.
+        ahead: Q of the next task is fetched while this one is computed.
         shared_bytes, registers, threads: of a block.
         backward: it computes gradients.
     """
@@ -73,6 +96,16 @@ class Launch(NamedTuple):
     registers: int = 0
     threads: int = 0
     backward: bool = False
+    slower: float = 1.0
+    far: float = 0.0
+    own_bytes: float = 0.0
+    own_far: float = 1.0
+    lookups: int = 0
+    descriptors: int = 0
+    empty: int = 0
+    outer: tuple[tuple[int, int, float], ...] = ()
+    light: bool = False
+    ahead: bool = False
 
     @property
     def blocks(self) -> int:
@@ -92,16 +125,31 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     Raises:
         KeyError: no model of the plan's algorithm.
     """
+    from rowmax.analysis import launches_older as older
+
     builders: dict[str, Any] = {
         "q_outer": _q_outer,
         "hopper": _hopper,
         "split_kv": _split_kv,
-        "kv_outer": _kv_outer,
-        "dense": _dense,
-        "warp_split": _warp_split,
+        "kv_outer": older.kv_outer,
+        "dense": older.dense,
+        "warp_split": older.warp_split,
     }
     known = list(lengths) if lengths is not None else sequences(problem)
-    return builders[plan.algorithm](problem, device, rates, plan.tiles[0], known)
+    kernels = builders[plan.algorithm](problem, device, rates, plan.tiles[0], known)
+    if not problem.packed or isinstance(problem, PagedProblem):
+        return kernels
+    size = float(problem.len_q * problem.heads_q * problem.dim_v * _element(problem))  # rows outside every sequence are 0
+    hbm = size * missed(size, rates)
+    return [Launch("clear", ((1, 0, 0),), Turn(0, 0, 0, 0), 1, hbm, size, light=True), *kernels]
+
+
+def missed(working_bytes: float, rates: Rates) -> float:
+    """Share of data that is no longer in the cache when it is used again, after so many bytes of all blocks' data.
+
+    As counted on an H200 (benchmarks/results/counters): 0.46 of 39 MB, 0.81 of 64 MB and 0.98 of 78 MB, of 50 MB.
+    """
+    return min(max(0.74 * working_bytes / rates.l2_bytes - 0.1, 0.0), 1.0)
 
 
 def row_tasks(lengths: Lengths, heads: int, block_m: int, block_n: int, band: AnyBand) -> list[tuple[int, int, int]]:
@@ -151,9 +199,30 @@ def _seen_width(problem: Problem) -> int:
 
 
 def _turn(problem: Problem, block_m: int, block_n: int, dim: int, dim_v: int, *, lazy: bool = False) -> Turn:
-    """A subtraction with its factor, a maximum, a sum and a conversion for each score; O is scaled in every turn."""
+    """A subtraction with its factor, a maximum, a sum and a conversion for each score; O is scaled in every turn.
+
+    Of a mask: a comparison for each side and for the end, and a choice.
+    """
     scores = block_m * block_n
-    return Turn(2.0 * scores * (dim + dim_v), scores + block_m, 4.0 * scores, 0.0 if lazy else float(block_m * dim_v))
+    sides = sum(side is not None for side in problem.band[:2])
+    return Turn(
+        2.0 * scores * (dim + dim_v), scores + block_m, 4.0 * scores, 0.0 if lazy else float(block_m * dim_v),
+        ahead_bytes=float(block_n * (dim + dim_v) * _element(problem)), mask_ops=(2.0 + sides) * scores,
+        sync=block_m < 64 and problem.dtype != torch.float32,
+    )  # fmt: skip
+
+
+def _lookups(problem: Problem) -> int:
+    """A sequence is found by halving, and its bounds are read (`address.locate`)."""
+    return max(problem.batch, 1).bit_length() + 2 if problem.packed else 0
+
+
+def _empty(problem: Problem, lengths: Lengths, block_m: int) -> int:
+    """Blocks that find no rows: with packed sequences, whose lengths the launcher does not know."""
+    if not problem.packed:
+        return 0
+    own = sum(-(-queries // block_m) for queries, _ in lengths)
+    return max(problem.len_q // block_m + problem.batch - own, 0) * problem.heads_q
 
 
 def _q_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths: Lengths) -> list[Launch]:
@@ -170,12 +239,15 @@ def _q_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths
     turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
     return [
         Launch("forward", tuple(tasks), turn, at_once, hbm, l2, tile.stages, shared_bytes=block.shared_bytes,
-               registers=block.registers, threads=block.threads)
+               registers=block.registers, threads=block.threads, far=min((hbm - own) / max(l2 - own, 1.0), 1.0),
+               own_bytes=tile.block_m * (dim + dim_v) * float(_element(problem)), lookups=_lookups(problem),
+               descriptors=2 * tile.descriptors, empty=_empty(problem, lengths, tile.block_m))
     ]  # fmt: skip
 
 
 def _portable_block(problem: Problem, device: Device, kernel: str, tile: Tile) -> Block:
     more = 48 if tile.descriptors else 64  # as compiled on Hopper: addresses, masks, m and l
+    more += 12 * (kernel == "forward" and problem.len_q == 1)
     registers = min(resources.registers(problem, kernel, tile) + more, resources.REGISTERS)
     return Block(32 * tile.warps, registers, resources.shared_bytes(problem, device, kernel, tile))
 
@@ -188,7 +260,7 @@ def _by_heads(problem: Problem, lengths: Lengths, tile: Tile) -> list[tuple[int,
         heads = problem.heads_q * count
         if len({turns for _, turns, _ in one}) == 1:
             tasks.append((heads * len(one), one[0][1], max(masked for _, _, masked in one)))
-        elif heads * len(one) > 20_000:
+        elif heads * len(one) > 6_400:
             tasks += [(heads, turns, masked) for _, turns, masked in one]
         else:
             tasks += one * heads
@@ -215,13 +287,20 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, le
     turn = _turn(problem, tile.block_m, tile.block_n, first + second, dim_v, lazy=tile.lazy)
     consumer = tile.registers()[0]
     shared = hopper.shared_bytes(problem, tile)
+    # With three consumers a branch for the mask makes the compiler finish one row before the next: 2720 cycles for 2330.
+    left, right = problem.band[:2]
+    aligned = not problem.packed and (problem.len_k - problem.len_q) % hopper.ROWS == 0  # `hopper_forward` then needs none
+    branches = left is not None or (right is not None and not (aligned and right == 0))
     main = Launch(
         "forward", tuple(tasks), turn, 1, hbm, l2, tile.stages, True, tile.schedule == "static", shared, consumer,
-        128 * (tile.consumers + 1),
+        128 * (tile.consumers + 1), slower=2720 / 2330 if branches and tile.consumers == 3 else 1.0,
+        lookups=3 + problem.batch // 128 if problem.packed else 0, far=min((hbm - own) / max(l2 - own, 1.0), 1.0),
+        own_bytes=tile.block_m * (first + second + dim_v) * float(_element(problem)), ahead=tile.q_stages > 1,
     )  # fmt: skip
-    flags = own / max(problem.dim_qk + problem.dim_v, 1) / 64
-    guard = Launch("guard", ((1, 0, 0),), Turn(0, 0, 0, 0), 1, flags, flags)
-    order = [Launch("order", ((1, 0, 0),), Turn(0, 0, 0, 0), 1, 0.0, 0.0)] if problem.packed else []
+    flags = problem.len_q // hopper.ROWS + problem.batch if problem.packed else -(-problem.len_q // hopper.ROWS) * problem.batch
+    flags *= problem.heads_q
+    guard = Launch("guard", ((-(-flags // 16), 0, 0),), Turn(0, 0, 0, 0), 16, 4.0 * flags, 4.0 * flags, light=True)
+    order = [Launch("order", ((1, 0, 0),), Turn(0, 0, 0, 0), 1, 0.0, 0.0, lookups=2)] if problem.packed else []
     return [*order, main, guard]
 
 
@@ -244,36 +323,40 @@ def _split_kv(problem: Problem, device: Device, rates: Rates, tile: SplitTile, l
     if tile.fixed:
         for number, turns in items:  # parts of so many tiles, a program each or one after another
             count, each = (-(-turns // tile.parts), min(turns, tile.parts)) if tile.fixed == "c" else (1, turns)
-            tasks.append((number * count, each, 1))
-        parts = sum(count for count, _, _ in tasks)
+            tasks.append((number * count, each, each))
     elif tile.together:
         share = max(-(-all_turns // tile.parts), split_kv.least_turns(tile.block_n))
-        parts = -(-all_turns // max(share, 1))
-        tasks.append((parts, share, 1))
+        tasks.append((-(-all_turns // max(share, 1)), share, share))
     else:
         for number, turns in items:
             each = -(-turns // tile.parts)
-            tasks.append((number * -(-turns // max(each, 1)), each, 1))
-        parts = sum(count for count, _, _ in tasks)
+            tasks.append((number * -(-turns // max(each, 1)), each, each))
+    parts = sum(count for count, _, _ in tasks)
     own, head = _streams(problem, lengths)
     row_tiles = max(sum(number for number, _ in items), 1)
-    partial = parts * tile.block_m * (problem.dim_v + 1) * 4.0 if parts > row_tiles else 0.0
+    real = min(tile.block_m, problem.len_q * problem.group)  # rows of a tile that are there
+    partial = parts * real * (problem.dim_v + 2) * 4.0 if parts > row_tiles else 0.0
     width = _cache_width(problem)
     head *= width / _seen_width(problem)
     kv = all_turns * tile.block_n * width
     turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
+    turn = turn._replace(ahead_bytes=float(tile.block_n * width))
     if isinstance(problem, PagedProblem):  # where a page is, is read before the page
-        turn = turn._replace(waited_bytes=4.0 * -(-tile.block_n // problem.page_size))
+        turn = turn._replace(lookups=1)
     decode = Launch(
         "decode", tuple(tasks), turn, at_once, own + head * len(lengths) * problem.heads_k + partial, kv + partial, tile.stages,
-        shared_bytes=shared, registers=registers, threads=block.threads,
+        shared_bytes=shared, registers=registers, threads=block.threads, far=1.0,
+        own_bytes=real * (dim + dim_v) * float(element), lookups=1 if isinstance(problem, PagedProblem) else 0,
     )  # fmt: skip
     if not partial:
         return [decode]
-    # The parts of a row are joined one after another, each read when it is its turn.
-    joined = Turn(0.0, tile.block_m, 2.0 * tile.block_m * dim_v, 0.0)
-    tasks = [(row_tiles, -(-parts // row_tiles), 0)]
-    return [decode, Launch("combine", tuple(tasks), joined, rates.threads // 128, 0.0, partial, threads=128, registers=64)]
+    # A program a row, or a few; the parts of a row are joined so many at once, when they are there.
+    rows = 1 if real <= 16 else 16
+    each = -(-parts // row_tiles)
+    joined = Turn(0.0, PARTS_AT_ONCE * rows, 2.0 * PARTS_AT_ONCE * rows * dim_v, 0.0,
+                  waited_bytes=4.0 * min(each, PARTS_AT_ONCE) * rows * dim_v)  # fmt: skip
+    tasks = [(row_tiles * -(-real // rows), -(-each // PARTS_AT_ONCE), 0)]
+    return [decode, Launch("combine", tuple(tasks), joined, 16, 0.0, partial, 1, threads=128, registers=64)]
 
 
 def _cache_width(problem: Problem) -> int:
@@ -282,116 +365,3 @@ def _cache_width(problem: Problem) -> int:
     element = 1 if isinstance(problem, PagedProblem) and problem.eight_bits else _element(problem)
     shared = paged and (problem.dim_qk, problem.dim_v) == (576, 512)
     return (problem.dim_qk + (0 if shared else problem.dim_v)) * element
-
-
-def _kv_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths: Lengths) -> list[Launch]:
-    """A block a head; Q once, O twice, m and l twice across the bus in every turn, out of the cache if it holds all heads'."""
-    dim, dim_v = _padded(problem.dim_qk), max(_padded(problem.dim_v), min(_padded(problem.dim_qk), 64))
-    block = _portable_block(problem, device, "kv_outer", tile)
-    at_once = max(blocks_at_once(block, rates), 1)
-    tasks = []
-    for sequence, count in _counted(lengths):
-        turns, masked = _query_turns(*sequence, tile, problem.band)
-        tasks.append((problem.heads_q * count, turns, masked))
-    element = _element(problem)
-    q_bytes, state_bytes = dim * element, dim_v * 4 + 8  # of a row
-    turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
-    waited = tile.block_m * (q_bytes * (tile.stages == 1) + 2.0 * state_bytes)
-    turn = turn._replace(rescale_ops=3.0 * tile.block_m * dim_v, waited_bytes=waited)
-    own, head = _streams(problem, lengths)
-    rows = sum(queries for queries, _ in lengths) * problem.heads_q
-    turns = sum(count * turns for count, turns, _ in tasks)
-    again = turns * tile.block_m * (q_bytes + 2.0 * state_bytes)
-    running = min(sum(count for count, _, _ in tasks), at_once * device.sms)
-    working = running * rows / max(problem.heads_q * len(lengths), 1) * (q_bytes + state_bytes)
-    missed = min(max((working / rates.l2_bytes - CACHED) / CACHED, 0.0), 1.0)
-    kv = head * len(lengths) * problem.heads_q
-    hbm = own + head * len(lengths) * problem.heads_k + rows * (2.0 * state_bytes) * (missed > 0) + again * missed
-    return [
-        Launch("kv_outer", tuple(tasks), turn, at_once, hbm, own + kv + again, tile.stages, shared_bytes=block.shared_bytes,
-               registers=block.registers, threads=block.threads)
-    ]  # fmt: skip
-
-
-def _query_turns(len_q: int, len_k: int, tile: Tile, band: AnyBand) -> tuple[int, int]:
-    """Turns of FlashAttention-1 over one head, and those with a mask."""
-    turns = masked = 0
-    shift = len_k - len_q
-    for col in range(0, len_k, tile.block_n):
-        last = min(col + tile.block_n, len_k) - 1
-        start = min(max(first_query(col, shift, band), 0), len_q) // tile.block_m * tile.block_m
-        end = max(min(max(end_query(last, shift, len_q, band), 0), len_q), start)
-        here = -(-(end - start) // tile.block_m)
-        full_start = min(max(first_query(last, shift, band), 0), len_q)
-        full_end = min(max(end_query(col, shift, len_q, band), 0), len_q) // tile.block_m
-        full = max(full_end - -(-full_start // tile.block_m), 0) if col + tile.block_n <= len_k else 0
-        turns += here
-        masked += here - min(full, here)
-    return turns, masked
-
-
-def _dense(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths: Lengths) -> list[Launch]:
-    """Three kernels; S is written once and read twice, of which once out of the cache, P written and read once."""
-    dim, dim_v = _padded(problem.dim_qk), _padded(problem.dim_v)
-    block = _portable_block(problem, device, "dense", tile)
-    at_once = max(blocks_at_once(block, rates), 1)
-    columns, heads, element = score_columns(problem, tile), problem.batch * problem.heads_q, _element(problem)
-    row_tiles, col_tiles = -(-problem.len_q // tile.block_m), columns // tile.block_n
-    scores = float(heads * problem.len_q * columns)
-    rows, keys = heads * problem.len_q, problem.batch * problem.heads_k * problem.len_k
-    tile_scores = tile.block_m * tile.block_n
-    tiles = heads * row_tiles * col_tiles
-    q_bytes, v_bytes = problem.dim_qk * element, problem.dim_v * element
-    first = Launch(
-        "scores", ((tiles, 1, 1),), Turn(2.0 * tile_scores * dim, 0, 4.0 * tile_scores, 0), at_once,
-        scores * 4 + rows * q_bytes + keys * q_bytes, scores * 4 + tiles * (tile.block_m + tile.block_n) * q_bytes, 1,
-        shared_bytes=block.shared_bytes, registers=block.registers, threads=block.threads,
-    )  # fmt: skip
-    softmax_tile = SOFTMAX_TILE.block_m * SOFTMAX_TILE.block_n
-    steps = 2 * -(-columns // SOFTMAX_TILE.block_n)
-    second = Launch(
-        "softmax", ((-(-rows // SOFTMAX_TILE.block_m), steps, 0),), Turn(0, softmax_tile, 5.0 * softmax_tile, 0),
-        rates.threads // 128, scores * (4 + element), scores * (8 + element), 4, threads=128, registers=64,
-    )  # fmt: skip
-    third = Launch(
-        "output", ((heads * row_tiles, col_tiles, 0),), Turn(2.0 * tile_scores * dim_v, 0, 0, 0), at_once,
-        scores * element + keys * v_bytes + rows * v_bytes, scores * element + tiles * tile.block_n * v_bytes, tile.stages,
-        shared_bytes=block.shared_bytes, registers=block.registers, threads=block.threads,
-    )  # fmt: skip
-    return [first, second, third]
-
-
-def _warp_split(problem: Problem, device: Device, rates: Rates, tile: WarpTile, lengths: Lengths) -> list[Launch]:
-    """As `q_outer`, with mma.sync; and what a turn reads and writes in shared memory, by who needs what (`kernels/gluon`)."""
-    dim, dim_v = _padded(problem.dim_qk), max(_padded(problem.dim_v), min(_padded(problem.dim_qk), 64))
-    shared = resources.shared_bytes(problem, device, "warp_split", tile)
-    registers = min(resources.registers(problem, "warp_split", tile) + 64, resources.REGISTERS)
-    block = Block(32 * tile.warps, registers, shared)
-    at_once = max(blocks_at_once(block, rates), 1)
-    tasks = _by_heads(problem, lengths, tile)
-    slots = min(at_once * device.sms, max(sum(count for count, _, _ in tasks), 1))
-    own, _ = _streams(problem, lengths)
-    tiles_of_head = sum(-(-queries // tile.block_m) for queries, _ in lengths) / max(len(lengths), 1)
-    turns = sum(count * turns for count, turns, _ in tasks)
-    hbm = own + _kv_from_hbm(problem, lengths, rates, slots, tiles_of_head)
-    turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
-    moved, barriers = _in_shared(tile, dim, dim_v)
-    slower = max(rates.tensor_flops / SYNC_FLOPS, 1.0)  # in products of the device's own kind
-    turn = turn._replace(tensor_flops=turn.tensor_flops * slower, shared_bytes=moved, barriers=barriers)
-    main = Launch(
-        "warp_split", tuple(tasks), turn, at_once, hbm, own + turns * tile.block_n * _seen_width(problem), tile.stages,
-        shared_bytes=shared, registers=registers, threads=block.threads,
-    )  # fmt: skip
-    return [main, Launch("guard", ((1, 0, 0),), Turn(0, 0, 0, 0), 1, 4.0 * main.blocks, 4.0 * main.blocks)]
-
-
-def _in_shared(tile: WarpTile, dim: int, dim_v: int) -> tuple[float, int]:
-    """`(bytes, barriers)` of a turn of all warps; `test_warp_split.py` counts both in machine code."""
-    q, kv = 2.0 * tile.block_m * dim, 2.0 * tile.block_n * (dim + dim_v)
-    if tile.share == "rows":  # every warp needs all of K and V
-        return q + (tile.warps + 1) * kv, 2
-    maxima = 4.0 * tile.block_m * (9 * tile.groups + 4)  # to find and share the maximum of each row
-    if tile.share == "late":
-        return tile.warps * q + 2 * kv + maxima, 4
-    exchange = 2 * 4.0 * tile.groups * tile.block_m * dim_v
-    return tile.warps * q + 2 * kv + exchange + 2 * maxima, 7

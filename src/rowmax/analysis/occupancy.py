@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rowmax.device import REGISTERS, Rates
 
-MOST_TASKS = 20_000  # scheduled one by one; of more, the end is a matter of averages
+MOST_WAVES = 24  # scheduled one by one; of more, the end is a matter of averages
 
 
 class Block(NamedTuple):
@@ -41,9 +41,11 @@ def makespan(tasks: Sequence[tuple[int, float]], slots: int, *, in_turn: bool = 
     number = sum(count for count, _ in tasks)
     if number == 0:
         return 0.0
-    if number > MOST_TASKS:
+    if number > MOST_WAVES * slots:
         last = tasks[-1][1]
         return sum(count * cost for count, cost in tasks) / slots + last / 2
+    if len({cost for _, cost in tasks}) == 1:
+        return -(-number // slots) * tasks[0][1]
     costs = [cost for count, cost in tasks for _ in range(count)]
     if in_turn:
         return max(sum(costs[i::slots]) for i in range(min(slots, number)))

@@ -13,7 +13,8 @@ from typing import Any
 
 from rowmax.analysis.cost import flops_of
 from rowmax.analysis.occupancy import schedule
-from rowmax.analysis.predict import VERDICTS, Prediction, predict
+from rowmax.analysis.predict import Prediction, predict
+from rowmax.analysis.verdict import VERDICTS
 from rowmax.device import EXPONENTIALS, Device, Rates
 from rowmax.plan.tile import early, key_ranges
 from rowmax.problem import Problem

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rowmax.analysis.page import MOST_SLOTS, placed_blocks, roofs, spots_of
-from rowmax.analysis.predict import VERDICTS, Prediction, predict
+from rowmax.analysis.predict import Prediction, predict
+from rowmax.analysis.verdict import VERDICTS
 from rowmax.device import Device
 from rowmax.problem import Problem
 

@@ -1,17 +1,22 @@
 """How long a plan takes on a device, and what holds it back, from counts alone: no GPU, no Triton, nothing is run.
 
 A multiprocessor's tensor cores, exponential units and fp32 lanes each do a part of every turn of a kernel's loop. With c_x the
-cycles of a part, k blocks at once and w the wait that no block of the same multiprocessor hides:
+cycles of a part, k blocks at once, w the wait that nothing of the same block hides and f the wait for what is fetched ahead:
 
     pipes  = sqrt(c_tensor^2 + c_other^2)                  what the units take where other blocks or warps fill their gaps
-    alone  = c_tensor + c_other + c_rescale + w            one block by itself, one thing after another
-    turn   = (pipes^4 + (alone / k)^4)^(1/4)               the larger of the two, rounded where they are alike
+    alone  = join(c_tensor + c_other + c_rescale + w, f)   one block by itself, one thing after another
+    turn   = join(pipes, alone / k)                        (a^4 + b^4)^(1/4), the larger of two, rounded where they are alike
 
-A task is its turns and an edge; tasks are scheduled on the multiprocessors (`occupancy.makespan`); memory time (bytes from HBM
-and out of the L2 cache over their rates) joins with an exponent of its own; launches add up. The forms follow from the
-hardware, the constants from measurements: see `Constants`.
+    w      = sync + answers of memory that it waits for, one after another, + bytes / stream
+    answer = latency, and `far` more if it comes from HBM
 
-The verdict is found by asking again with one cost taken away: the largest of the gaps names what holds the call back.
+A task is its turns, and what a block waits for before and behind them: to know where its work is, to make descriptors, for Q,
+for the first K and V, and, of two loops, for those of the second. Tasks are scheduled on the multiprocessors
+(`occupancy.makespan`). Bytes out of the L2 cache over its rate join as above; those of HBM with an exponent of their own, as
+one hides behind the other but not all of it, except where HBM's answers are what a loop waits for. Launches add up. The forms
+follow from the hardware, the constants from measurements: see `Constants`.
+
+`verdict.py` says what holds the call back. The gaps are found by asking again with one cost taken away.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,45 +29,46 @@ from rowmax.analysis import launches_backward, predict_cpu
 from rowmax.analysis.cost import sequences
 from rowmax.analysis.launches import Launch, Lengths, launches
 from rowmax.analysis.occupancy import balanced, makespan
+from rowmax.analysis.verdict import VERDICTS, verdict_of
 from rowmax.device import EXPONENTIALS, Device, Rates
 from rowmax.plan import Direction, Plan
 from rowmax.plan import plan as choose
 from rowmax.problem import Problem
 
-VERDICTS = ("HBM", "parallelism", "non-matmul", "tensor", "launch")
+SYNC_FLOPS = 2540  # of mma.sync, a clock and a multiprocessor of Hopper: 0.62 of what its own instruction does
+BANK_BYTES = 128.0  # in or out of shared memory, a cycle and a multiprocessor
 JOIN = 4.0  # exponent with which two limits join
 
 
 class Constants(NamedTuple):
-    """Cycles unless said otherwise. Fitted by least errors to one half of the H200 forward rows in `benchmarks/results/` (those
-    whose spelling has an even checksum; `q_outer` and `hopper`); tests/analysis/test_predict.py says how the other half fits.
-
-    `latency`, `l2_bytes`, `barrier`, and what `split_kv`, `kv_outer`, `dense` and `warp_split` need besides, are guesses: no
-    row decides them yet.
+    """Cycles unless said otherwise. `benchmarks/fit.py` fits them, but for `clock`, `throttle` and `barrier`, to two thirds of
+    the forward rows of an H200, and of a backward to half of its rows; it prints how well the others fit.
     """
 
-    clock: float = 0.985  # of the boost clock, that a short kernel runs at
-    throttle: float = 0.13  # the clock falls by this where the tensor cores are busy for long: the card's power limit
-    throttle_s: float = 0.52e-3  # seconds: a kernel of this length has half of it
-    other_share: float = 0.63  # fp32 operations of a softmax that do not hide behind its exponentials
-    mask_ops: float = 4.0  # operations of a masked score, besides
-    sync: float = 350.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
-    hopper: float = 1.03  # turns of the Hopper kernel, of the units' own time
-    backward_other: float = 0.43  # as `other_share`, of a backward
+    clock: float = 0.91  # of the boost clock, that kernels run at: 1.80 GHz, by ncu's count of cycles
+    throttle: float = 0.1  # of it, that is lost to the limit of power where tensor cores are never idle; counted so too
+    other_share: float = 0.85  # of fp32 operations of a softmax that do not hide behind its exponentials
+    mask_share: float = 2.9  # as that, of the operations of a mask
+    sync: float = 154.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
+    latency: float = 625.0  # of an answer of the cache, under load
+    far: float = 845.0  # more, of an answer of HBM
+    stream: float = 30.6  # bytes a cycle behind the first answer, of what one block waits for
+    descriptor: float = 2170.0  # until one for TMA is made
+    lookup: float = 446.0  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
+    l2_bytes: float = 50.6  # a cycle and a multiprocessor, out of the cache
+    memory_join: float = 1.58  # exponent with which HBM and the rest join
+    hopper: float = 0.9  # turns of the Hopper kernel, of `pipes`
+    hopper_mask: float = 2.6  # as `mask_share`
+    hopper_edge: float = 910.0  # between two row tiles
+    begin: float = 15400.0  # of a persistent block, and the end of the last
+    barrier: float = 20.0  # of all warps of a block, in a turn of `warp_split`: too little to be fitted
+    backward_other: float = 0.01  # as `other_share`, of a backward: next to nothing
     backward_sync: float = 1120.0  # as `sync`: P and dS change places on their way to products
     backward_hopper: float = 1.36  # as `hopper`
-    backward_edge: float = 10800.0  # as `edge`: two tiles are loaded and two stored
-    backward_hopper_edge: float = 9100.0  # of a block of the Hopper kernels, which are not persistent
-    edge: float = 3100.0  # before and behind the loop of a block
-    hopper_edge: float = 1500.0  # between two row tiles
-    begin: float = 2400.0  # of a persistent block
-    barrier: float = 40.0  # of all warps of a block, in a turn of `warp_split`
-    bank_bytes: float = 128.0  # in and out of shared memory, a cycle and a multiprocessor
-    latency: float = 800.0  # of a load that a turn waits for
-    l2_bytes: float = 64.0  # bytes out of the cache, a cycle and a multiprocessor
-    memory_join: float = 1.8  # exponent with which memory and compute join: one hides behind the other, but not all of it
-    launch_s: float = 6.0e-6  # seconds between events around an empty kernel
-    next_s: float = 1.7e-6  # seconds for one more behind it
+    backward_edge: float = 10800.0  # before and behind the loop of a block: two tiles are loaded and two stored
+    backward_hopper_edge: float = 7000.0  # of a block of the Hopper kernels, which are not persistent
+    launch_s: float = 6.04e-06  # seconds between events around an empty kernel
+    next_s: float = 8.5e-07  # seconds for one more behind it
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class Prediction:
     seconds: the whole call on the GPU, between two events.
     terms: seconds that each part would take alone, at its own limit: hbm, l2, tensor, non_matmul, launch.
     gaps: verdict -> seconds that the call would be shorter without that cost.
-    verdict: the largest of the gaps.
+    shares: verdict -> share of the time, as `verdict.py` has them.
+    verdict: what holds the call back, by the shares; on a CPU, where nothing overlaps, the largest of the gaps.
     launches: the kernels and their counts.
     waves: blocks over the blocks that all multiprocessors hold at once, of the kernel with the most work.
     busy: share of the multiprocessors' time in which they have a block.
@@ -84,6 +91,7 @@ class Prediction:
     seconds: float
     terms: dict[str, float]
     gaps: dict[str, float]
+    shares: dict[str, float]
     verdict: str
     launches: list[Launch]
     waves: float
@@ -132,7 +140,8 @@ def predict(
     model = _Model(device, rates, constants)
     seconds = model.seconds(kernels)
     gaps = {verdict: max(seconds - model.seconds(kernels, verdict), 0.0) for verdict in VERDICTS}
-    main = max(kernels, key=lambda launch: model.kernel_seconds(launch, inf))
+    main = max(kernels, key=model.kernel_seconds)
+    shares = model.shares(kernels, main)
     held = main.at_once * device.sms
     cycles, even = model.cycles(main), model.cycles(main, "parallelism")
     tasks, at_once = model.tasks(main)
@@ -142,7 +151,8 @@ def predict(
         seconds,
         model.terms(kernels),
         gaps,
-        max(gaps, key=lambda verdict: gaps[verdict]) if seconds else "launch",
+        shares,
+        verdict_of(shares) if seconds else "launch",
         kernels,
         main.blocks / held,
         min(even / cycles, 1.0) if cycles else 1.0,
@@ -160,7 +170,8 @@ def _on_cpu(problem: Problem, device: Device, plan: Plan, direction: Direction, 
     gaps |= {"tensor": terms["tensor"], "non-matmul": terms["non_matmul"], "launch": terms["launch"]}
     verdict = max(gaps, key=lambda verdict: gaps[verdict]) if seconds else "launch"
     tasks = ((1, seconds),)
-    return Prediction(plan, seconds, terms, gaps, verdict, kernels, 1.0, 1.0, predict_cpu.SOURCE, tasks, 1)
+    shares = {name: gap / seconds if seconds else 0.0 for name, gap in gaps.items()}
+    return Prediction(plan, seconds, terms, gaps, shares, verdict, kernels, 1.0, 1.0, predict_cpu.SOURCE, tasks, 1)
 
 
 class _Model:
@@ -170,15 +181,20 @@ class _Model:
     def seconds(self, kernels: list[Launch], without: str = "") -> float:
         total = 0.0
         for number, launch in enumerate(kernels):
-            total += self.kernel_seconds(launch, self._clock(launch, without), without)
+            total += self.kernel_seconds(launch, without)
             if without != "launch":
                 total += self._c.next_s if number else self._c.launch_s
         return total
 
-    def kernel_seconds(self, launch: Launch, clock: float, without: str = "") -> float:
-        clock = clock if clock < inf else self._clock(launch, "")
-        compute, memory = self.cycles(launch, without) / clock, 0.0 if without == "HBM" else sum(self._memory(launch, clock))
-        return _join(compute, memory, self._c.memory_join)
+    def kernel_seconds(self, launch: Launch, without: str = "") -> float:
+        cycles = self.cycles(launch, without)
+        clock = self._clock(launch, cycles, without)
+        if without == "HBM":
+            return cycles / clock
+        hbm, l2 = self._memory(launch, clock)
+        # A loop that waits for HBM itself, as in decoding, is no slower for the others that do.
+        exponent = self._c.memory_join + launch.far * (JOIN - self._c.memory_join)
+        return _join(_join(cycles / clock, l2), hbm, exponent)
 
     def cycles(self, launch: Launch, without: str = "") -> float:
         """Of the multiprocessor that is done last, as though memory had no limit."""
@@ -187,23 +203,51 @@ class _Model:
         tasks, at_once = self.tasks(launch, without)
         slots = self._sms * at_once
         done = balanced(tasks, slots) if without == "parallelism" else makespan(tasks, slots, in_turn=launch.in_turn)
+        if launch.empty and without != "launch":
+            done += launch.empty * launch.lookups * self._c.lookup / slots
         return done + (self._c.begin if launch.persistent else 0.0)
 
     def tasks(self, launch: Launch, without: str = "") -> tuple[list[tuple[int, float]], int]:
         """`([(how many, cycles of each)], how many a multiprocessor runs at once)`."""
-        c, at_once = self._c, launch.at_once
+        at_once = launch.at_once
         if without != "parallelism":
             at_once = min(at_once, max(ceil(launch.blocks / self._sms), 1))
         turn, masked = self._turn(launch, at_once, without)
-        edge = c.backward_edge if launch.backward else c.edge
-        if launch.persistent:
-            edge = c.backward_hopper_edge if launch.backward else c.hopper_edge
-        elif at_once > 1:
-            edge /= 1.5
-        if without == "launch":
-            edge = 0.0
+        once, again = (0.0, 0.0) if without == "launch" else self._edges(launch, at_once)
         # A block of k at once takes k times as long as it would have the multiprocessor for itself.
-        return [(count, (turns * turn + hidden * masked) * at_once + edge) for count, turns, hidden in launch.tasks], at_once
+        found = []
+        for number, (count, turns, hidden) in enumerate(launch.tasks):
+            edge = once + (again if 0 < hidden < turns else 0.0)
+            if launch.outer:
+                answers, far, size = launch.outer[number]
+                edge += answers * self._c.latency + far * self._c.far + size / self._c.stream
+            found.append((count, (turns * turn + hidden * masked) * at_once + edge))
+        return found, at_once
+
+    def _edges(self, launch: Launch, at_once: int) -> tuple[float, float]:
+        """Cycles before and behind the turns of a task, and between those without a mask and those with one."""
+        c = self._c
+        if launch.light:
+            return c.latency, 0.0
+        found = launch.lookups * c.lookup
+        if launch.persistent:
+            if launch.backward:
+                return c.backward_hopper_edge, 0.0
+            waits = 0.0 if launch.ahead else c.latency + c.far
+            return found + c.hopper_edge + launch.own_bytes / c.l2_bytes + waits, 0.0
+        if launch.backward:
+            return c.backward_edge / (1.5 if at_once > 1 else 1.0), 0.0
+        found += launch.descriptors * c.descriptor
+        if launch.own_bytes:
+            found += self._wait(launch, launch.own_bytes, launch.own_far)
+        first = self._wait(launch, launch.turn.ahead_bytes) if launch.turn.ahead_bytes and launch.stages > 1 else 0.0
+        return found + first, first
+
+    def _wait(self, launch: Launch, size: float, far: Optional[float] = None) -> float:
+        """Cycles that a block waits for so many bytes."""
+        share = launch.far if far is None else far
+        rate = self._c.l2_bytes if launch.descriptors else self._c.stream
+        return self._c.latency + share * self._c.far + size / rate
 
     def terms(self, kernels: list[Launch]) -> dict[str, float]:
         clock = self._rates.clock_hz * self._c.clock
@@ -218,10 +262,27 @@ class _Model:
             found["launch"] += self._c.next_s if number else self._c.launch_s
         return found
 
+    def shares(self, kernels: list[Launch], main: Launch) -> dict[str, float]:
+        """Of the time, by verdict (`verdict.py`)."""
+        seconds, cycles = self.kernel_seconds(main), self.cycles(main)
+        if not seconds or not cycles:
+            return dict.fromkeys(VERDICTS, 0.0)
+        clock = self._clock(main, cycles, "")
+        tasks, at_once = self.tasks(main)
+        whole = seconds * clock * self._sms
+        started = self._c.launch_s + (len(kernels) - 1) * self._c.next_s
+        return {
+            "HBM": self._memory(main, clock)[0] / seconds,
+            "parallelism": 1.0 - min(balanced(tasks, self._sms * at_once) / cycles, 1.0),
+            "non-matmul": main.turns * main.turn.exps / EXPONENTIALS / whole,
+            "tensor": main.turns * self._parts(main)[0] / whole,
+            "launch": started / self.seconds(kernels),
+        }
+
     def _parts(self, launch: Launch, without: str = "") -> tuple[float, float, float]:
         """Cycles of one turn on the tensor cores, on the units of the softmax, and for the accumulator."""
         turn, rates = launch.turn, self._rates
-        tensor = 0.0 if without == "tensor" else turn.tensor_flops / rates.tensor_flops
+        tensor = 0.0 if without == "tensor" else turn.tensor_flops / min(rates.tensor_flops, SYNC_FLOPS if turn.sync else inf)
         if without == "non-matmul":
             return tensor, 0.0, 0.0
         share = self._c.backward_other if launch.backward else self._c.other_share
@@ -230,35 +291,46 @@ class _Model:
 
     def _turn(self, launch: Launch, at_once: int, without: str = "") -> tuple[float, float]:
         """Cycles of a multiprocessor for one turn of one of its blocks, and what a mask adds."""
-        c = self._c
+        c, turn = self._c, launch.turn
         tensor, other, rescale = self._parts(launch, without)
-        masked = 0.0 if without == "non-matmul" else c.mask_ops * launch.turn.score_ops / 4.0 / self._rates.lanes
+        if without == "non-matmul":
+            masked = 0.0
+        elif launch.backward:
+            masked = turn.score_ops / self._rates.lanes
+        else:
+            masked = (c.hopper_mask if launch.persistent else c.mask_share) * turn.mask_ops / self._rates.lanes
         pipes = (tensor**2 + (other + rescale / 2) ** 2) ** 0.5
         if launch.persistent:
-            return pipes * (c.backward_hopper if launch.backward else c.hopper), masked
+            return pipes * (c.backward_hopper if launch.backward else c.hopper * launch.slower), masked
         wait = (c.backward_sync if launch.backward else c.sync) if (tensor or other) and without != "non-matmul" else 0.0
-        if launch.turn.waited_bytes and without != "HBM":
-            wait += c.latency + launch.turn.waited_bytes / c.l2_bytes
-        if launch.turn.shared_bytes and without != "non-matmul":
-            shared = launch.turn.shared_bytes / c.bank_bytes
-            pipes, wait = _join(pipes, shared), wait + shared + c.barrier * launch.turn.barriers
-        return _join(pipes, (tensor + other + rescale + wait) / at_once), masked
+        fetched = 0.0
+        if without != "HBM":
+            wait += turn.lookups * c.latency
+            if turn.waited_bytes:
+                wait += self._wait(launch, turn.waited_bytes)
+            if turn.ahead_bytes and launch.stages > 1:
+                answer = c.latency + launch.far * c.far + turn.ahead_bytes / c.l2_bytes
+                fetched = answer / (launch.stages - 1)
+            elif turn.ahead_bytes:  # two factors, one after the other
+                wait += self._wait(launch, turn.ahead_bytes) + 2 * c.latency
+        if turn.shared_bytes and without != "non-matmul":
+            shared = (turn.shared_bytes + turn.conflict_bytes) / BANK_BYTES
+            pipes, wait = _join(pipes, shared), wait + shared + c.barrier * turn.barriers
+        return _join(pipes, _join(tensor + other + rescale + wait, fetched) / at_once), masked
 
     def _memory(self, launch: Launch, clock: float) -> tuple[float, float]:
         """Seconds for the bytes from HBM, and for those that come out of the cache."""
         rates = self._rates
-        hit = max(launch.l2_bytes - launch.hbm_bytes, 0.0)
-        return launch.hbm_bytes / (rates.hbm_bytes_per_s * rates.hbm_share), hit / (self._c.l2_bytes * self._sms * clock)
+        l2 = launch.l2_bytes / (self._c.l2_bytes * self._sms * clock)
+        return launch.hbm_bytes / (rates.hbm_bytes_per_s * rates.hbm_share), l2
 
-    def _clock(self, launch: Launch, without: str) -> float:
-        """The clock falls with the time that the tensor cores are busy."""
+    def _clock(self, launch: Launch, cycles: float, without: str) -> float:
+        """The clock falls with the share of the time in which the tensor cores are busy: the card's limit of power."""
         c, fast = self._c, self._rates.clock_hz * self._c.clock
-        if self._rates.tensor_flops < 4096:
+        if self._rates.tensor_flops < 4096 or not cycles:
             return fast
-        cycles = max(self.cycles(launch, without), 1.0)
         tensor = self._parts(launch, without)[0] * launch.turns / self._sms
-        seconds = cycles / fast
-        return fast * (1.0 - c.throttle * min(tensor / cycles, 1.0) * seconds / (seconds + c.throttle_s))
+        return fast * (1.0 - c.throttle * min(tensor / cycles, 1.0))
 
 
 def _join(one: float, other: float, exponent: float = JOIN) -> float:

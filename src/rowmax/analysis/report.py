@@ -32,7 +32,7 @@ TILE_WORTH, MOST_TILES = 1.15, 16
 OTHERS = ("split_kv", "hopper", "q_outer")
 
 
-PREDICTED = ("predicted_ms", "terms", "gaps", "verdict", "waves", "busy", "launches")  # of each direction
+PREDICTED = ("predicted_ms", "terms", "gaps", "shares", "verdict", "waves", "busy", "launches")  # of each direction
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
@@ -118,7 +118,7 @@ def facts(
 ) -> dict[str, Any]:
     """What is said of the forward; numbers are None where there is no model, and `no_model` says why."""
     found: dict[str, Any] = dict.fromkeys(
-        ("plan", "terms", "gaps", "verdict", "predicted_ms", "measured_ms", "waves", "busy", "rates", "no_model")
+        ("plan", "terms", "gaps", "shares", "verdict", "predicted_ms", "measured_ms", "waves", "busy", "rates", "no_model")
     )
     found.update({"advice": [], "what_if": [], "against": {}, "launches": []})
     try:
@@ -141,6 +141,7 @@ def _of(prediction: Prediction) -> dict[str, Any]:
         "predicted_ms": prediction.seconds * 1e3,
         "terms": {name: seconds * 1e3 for name, seconds in prediction.terms.items()},
         "gaps": {name: seconds * 1e3 for name, seconds in prediction.gaps.items()},
+        "shares": prediction.shares,
         "verdict": prediction.verdict,
         "waves": prediction.waves,
         "busy": prediction.busy,
@@ -204,7 +205,7 @@ def advice(problem: Problem, device: Device, mine: Prediction, lengths: Optional
                 what = f"plan='{name}'"
                 tile = other.plan.tiles[0]
                 if isinstance(tile, SplitTile):
-                    blocks = mine.launches[0].blocks
+                    blocks = max(mine.launches, key=lambda launch: launch.turns).blocks
                     what += f": {_few(problem)} makes {blocks} blocks for {device.sms} SMs; split the keys {tile.parts} ways"
                 add(what, other, gain)
     best = max(_other_tiles(problem, device, mine, lengths), key=lambda pair: pair[1], default=None)

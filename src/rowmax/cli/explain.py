@@ -136,6 +136,15 @@ GAPS = {
 }
 
 
+SHARES = {
+    "HBM": "HBM busy",
+    "parallelism": "multiprocessors without a block",
+    "non-matmul": "exponentials",
+    "tensor": "tensor cores",
+    "launch": "launching",
+}
+
+
 CPU_GAPS = {
     "non-matmul": "softmax and masks",
     "tensor": "matrix products",
@@ -166,6 +175,8 @@ def _show_prediction(facts: dict, console: Console) -> None:
     shares = f"{facts['waves']:.2f} waves, multiprocessors busy {facts['busy']:.0%}"
     if on_gpu:
         console.print(f"  {shares}; {_si(sum(one['hbm_bytes'] for one in facts['launches']))}B from HBM")
+        units = ", ".join(f"{SHARES[name]} {share:.0%}" for name, share in facts["shares"].items())
+        console.print(f"  share of the time: {units}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("  what it waits for", "would save", "of the time"):
         table.add_column(title, no_wrap=True)
