@@ -85,3 +85,55 @@ def padding_by_lengths_on_a_gpu():
         torch.testing.assert_close(lse[b].double(), want_lse[0], rtol=1e-4, atol=1e-3)
     hostile = torch.tensor([2**31 - 1, -5, 400], device="cuda", dtype=torch.int32)
     assert bool(torch.isfinite(rowmax.attention(q, k, v, seqlens_k=hostile, leftpad_k=hostile)).all())
+
+
+@check
+def prefixes_of_sequences_change_in_a_captured_graph():
+    """A number for each sequence, forward and backward, read by the kernels alone: another one counts when it is replayed."""
+    whole = Problem.parse("b3 h8/2 q700 k800 d128 bf16 causal")
+    operands, (d_out, d_lse) = testing.operands(whole, device="cuda"), testing.cotangents(whole, device="cuda")
+    leaves = [t.detach().clone().requires_grad_() for t in operands[:3]]
+    prefix = torch.tensor([100, 0, 300], device="cuda")
+
+    def step():
+        results = rowmax.attention(*leaves, causal=True, prefix=prefix, return_lse=True)
+        return (*(t.detach() for t in results), *torch.autograd.grad(results, leaves, (d_out, d_lse)))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse, *grads = step()
+    for values in ((100, 0, 300), (0, 799, 2000)):
+        prefix.copy_(torch.tensor(values))
+        graph.replay()
+        for b, value in enumerate(values):
+            one = Problem.parse(f"b1 h8/2 q700 k800 d128 bf16 causal prefix={value}")
+            own = operands._replace(**{name: getattr(operands, name)[b : b + 1] for name in ("q", "k", "v")})
+            report = testing.check_forward(one, own, out[b : b + 1], lse[b : b + 1])
+            assert report.ok, str(report)
+            report = testing.check_backward(one, own, [t[b : b + 1] for t in grads], d_out[b : b + 1], d_lse[b : b + 1])
+            assert report.ok, str(report)
+
+
+@check
+def what_is_hidden_by_chunks_and_beside_sinks_is_not_computed():
+    """16k tokens, the same kernels: of the pairs of a causal mask 1/16 and 1/8 remain; the time may be twice that part of it."""
+    q, k, v = (torch.randn(1, 16384, heads, 128, dtype=torch.bfloat16, device="cuda").requires_grad_() for heads in (16, 4, 4))
+
+    def milliseconds(**options):
+        times = []
+        for _ in range(6):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            out = rowmax.attention(q, k, v, plan="q_outer", **options)
+            torch.autograd.grad(out, (q, k, v), out.detach())
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return min(times[1:])
+
+    causal = milliseconds(causal=True)
+    for part, options in ((1 / 16, {"causal": True, "chunk": 1024}), (1 / 8, {"window": (1023, 0), "sink_tokens": 4})):
+        found = milliseconds(**options)
+        assert found <= 2 * part * causal, f"{options}: {found:.2f} ms, causal {causal:.2f} ms"
