@@ -118,7 +118,7 @@ def prefixes_of_sequences_change_in_a_captured_graph():
 
 @check
 def what_is_hidden_by_chunks_and_beside_sinks_is_not_computed():
-    """16k tokens, the same kernels: of the pairs of a causal mask 1/16 and 1/8 remain; the time may be twice that part of it."""
+    """16k tokens, the same kernels: of a causal mask's pairs 1/16 and 1/8 remain; the time may be twice that part of it."""
     q, k, v = (torch.randn(1, 16384, heads, 128, dtype=torch.bfloat16, device="cuda").requires_grad_() for heads in (16, 4, 4))
 
     def milliseconds(**options):
