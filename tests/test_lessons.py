@@ -65,3 +65,43 @@ def test_figures_are_those_of_the_results():
     ours = [row for row in memory if row["who"] == "rowmax"][-1]
     assert f"{ours['extra_peak_bytes']:,}" in text
     assert f"{ours['dense_scores_bytes']:,}" in text
+
+
+@pytest.mark.parametrize(
+    ("page", "slow", "fast"),
+    [
+        ("fa1-against-fa2", "kv_outer[64x128 w4 s2]", "q_outer["),
+        ("split-kv-against-split-q", "warp_split[64x64 w4 s2 columns]", "warp_split[64x64 w4 s2 rows]"),
+    ],
+)
+def test_times_side_by_side_are_those_of_the_results(page, slow, fast):
+    """Of each problem the latest row; and what the model says of the very plans."""
+    from rowmax import Device, Plan, Problem
+    from rowmax.analysis.predict import predict
+
+    gpu, times = Device.named("H200"), {}
+    for row in json.loads((RESULTS / "generations" / "h200-2026-11-30-fit.json").read_text()):
+        times[row["problem"], row["plan"]] = row["ms"]
+    text = (ROOT / "docs" / "lessons" / f"{page}.md").read_text()
+    table = re.findall(r"\| (1|8|128) \| (4096|16384) \| (.*) \| (.*) \| (.*) \| (.*) \|", text)
+    assert len(table) == 6
+    for heads, tokens, *figures in table:
+        problem = f"b1 h{heads} q{tokens} k{tokens} d64 bf16"
+        plans = [next(plan for text, plan in times if text == problem and plan.startswith(name)) for name in (slow, fast)]
+        one, two = (times[problem, plan] for plan in plans)
+        model = [predict(Problem.parse(problem), gpu, Plan.parse(plan)).seconds for plan in plans]
+        assert figures == [f"{one:.4g}", f"{two:.4g}", f"{one / two:.3g}", f"{model[0] / model[1]:.3g}"], problem
+
+
+def test_bytes_are_those_of_the_counters():
+    rows = json.loads((RESULTS / "counters" / "h200-2026-11-30.json").read_text())["rows"]
+    moved = {(row["problem"], row["plan"].split("[")[0]): row["dram_bytes"] for row in rows}
+    text = (ROOT / "docs" / "lessons" / "fa1-against-fa2.md").read_text()
+    for name in ("kv_outer", "q_outer"):
+        assert f"{moved['b16 h16 q4096 k4096 d64 bf16', name] / 1e6:,.0f} MB" in text
+    text = (ROOT / "docs" / "lessons" / "tiling-and-hbm.md").read_text()
+    for problem, scores in (
+        ("b4 h16 q4096 k4096 d64 bf16", 4 * 16 * 4096**2),
+        ("b8 h32/8 q2048 k2048 d128 bf16", 8 * 32 * 2048**2),
+    ):
+        assert f"{moved[problem, 'dense'] / scores:.1f}" in text
