@@ -137,3 +137,35 @@ def what_is_hidden_by_chunks_and_beside_sinks_is_not_computed():
     for part, options in ((1 / 16, {"causal": True, "chunk": 1024}), (1 / 8, {"window": (1023, 0), "sink_tokens": 4})):
         found = milliseconds(**options)
         assert found <= 2 * part * causal, f"{options}: {found:.2f} ms, causal {causal:.2f} ms"
+
+
+@check
+def pages_have_sink_tokens_on_a_gpu():
+    """One new token of each sequence, whose length changes in a captured graph; against dense attention of its own keys."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(*shape, 128, generator=generator, device="cuda").bfloat16() for shape in ((3, 8), *((96, 16, 2),) * 2)
+    )
+    table = torch.randperm(96, generator=generator, device="cuda").view(3, 32).int()
+    lengths = torch.tensor([512, 300, 40], dtype=torch.int32, device="cuda")
+
+    def step():
+        return rowmax.attention_paged(q, k, v, table, lengths, window=(99, 0), sink_tokens=20, return_lse=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    for values in ((512, 300, 40), (105, 0, 511)):
+        lengths.copy_(torch.tensor(values))
+        graph.replay()
+        for b, n in enumerate(values):
+            if n:
+                own = (t[table[b].long()].flatten(0, 1)[None, :n] for t in (k, v))
+                operands = testing.operands(Problem.parse(f"b1 h8/2 q1 k{n} d128 bf16"), device="cuda")
+                operands = operands._replace(**dict(zip("qkv", (q[b : b + 1, None], *own), strict=True)))
+                problem = Problem.parse(f"b1 h8/2 q1 k{n} d128 bf16 window(99,0) sink_tokens=20")
+                report = testing.check_forward(problem, operands, out[b : b + 1, None], lse[b : b + 1, :, None])
+                assert report.ok, str(report)
+        assert not out[1].any() or values[1]

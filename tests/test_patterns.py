@@ -134,6 +134,27 @@ def test_one_graph_and_the_flops_of_visible_pairs():
     assert torch.equal(traced(q, k, v), whole)
 
 
+def test_pages_have_sink_tokens_for_one_new_token():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(4, 4, 16, generator=generator)
+    pages = [torch.randn(12, 4, 2, 16, generator=generator) for _ in range(2)]
+    table, lengths = torch.randperm(12, generator=generator).view(4, 3).int(), torch.tensor([12, 7, 3, 0], dtype=torch.int32)
+    options = {"window": (4, 0), "sink_tokens": 5, "return_lse": True}
+    into = torch.empty_like(q)
+    for invariant in (False, True):
+        out, lse = rowmax.attention_paged(q, *pages, table, lengths, out=into, batch_invariant=invariant, **options)
+        assert out is into
+        for b, n in enumerate(lengths.tolist()):
+            k, v = (t[table[b].long()].flatten(0, 1)[None, :n] for t in pages)
+            want, want_lse = rowmax.attention(q[b : b + 1, None], k, v, **options)
+            torch.testing.assert_close(out[b], want[0, 0])
+            torch.testing.assert_close(lse[b], want_lse[0, :, 0])
+    with pytest.raises(Unsupported, match="one new token"):
+        rowmax.attention_paged(q[:, None].expand(-1, 2, -1, -1), *pages, table, lengths, **options)
+    with pytest.raises(ProblemError, match="at least 0"):
+        rowmax.attention_paged(q, *pages, table, lengths, window=(4, 0), sink_tokens=-1)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -4,10 +4,10 @@ from typing import Optional, Union
 
 import torch
 
-from rowmax.api import Window, _band, _hint, _number, merge
+from rowmax.api import Window, _band, _hint, _number, _seen, merge
 from rowmax.eager import Prepared
 from rowmax.eager import _somebody_listens as somebody_listens
-from rowmax.errors import ProblemError
+from rowmax.errors import ProblemError, Unsupported
 from rowmax.ops import ON_CPU, in_forward_mode, kernels
 from rowmax.ops_paged import (
     APPEND,
@@ -39,6 +39,7 @@ def attention_paged(
     max_seqlen_q: Optional[int] = None,
     causal: bool = True,
     window: Optional[Window] = None,
+    sink_tokens: Optional[int] = None,
     scale: Optional[float] = None,
     num_splits: Optional[int] = None,
     return_lse: bool = False,
@@ -68,6 +69,8 @@ def attention_paged(
         max_seqlen_q: hint for the tile; the result does not depend on it.
         causal: the last query sees the last key, the one before it one key less.
         window: `(left, right)` around that diagonal, as for `attention`.
+        sink_tokens: the first so many keys stay visible left of the window, as for `attention`; for one token of each sequence.
+            A second call, over their pages, merged with the first. Keys between them and the window are not read.
         scale: `None` is `1/sqrt(D)`.
         num_splits: parts that the keys of a sequence are shared out in. `None`: by the plan, from the lengths on the device.
         return_lse: also return the log-sum-exp, fp32, natural logarithm.
@@ -92,6 +95,8 @@ def attention_paged(
     """
     tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale)
     numbers = (max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan)
+    if sink_tokens is not None and _seen(causal, window, sink_tokens, None, None):
+        return _beside_sinks(sink_tokens, tensors, numbers, out, debug)
     form, given_out = None, out
     flags = type(causal) is type(return_lse) is type(batch_invariant) is bool  # 1 equals True, and is to be refused
     if flags and not (debug or torch.compiler.is_compiling()):
@@ -115,6 +120,38 @@ def attention_paged(
         if given_out is not None:
             torch.autograd.graph.increment_version(out)  # a graph of autograd that saved it notices that it changed
     return (out, lse) if return_lse else out
+
+
+def _beside_sinks(sink_tokens: int, tensors: tuple, numbers: tuple, out, debug: bool):
+    """Attention over the window, and over those of the first keys that lie before it, merged."""
+    _, causal, window, scale, num_splits, return_lse, batch_invariant, plan = numbers
+    _call(tensors, *numbers)
+    q, k_pages, v_pages, table, lengths, cu, k_scale, v_scale = tensors
+    if sink_tokens < 0:
+        raise ProblemError(f"sink_tokens must be at least 0, or None for none; got {sink_tokens}.")
+    if cu is not None or (q.dim() == 4 and q.shape[1] != 1):
+        raise Unsupported(
+            "sink_tokens over pages take one new token of each sequence: q [B, Hq, D]; for prompts call rowmax.attention or "
+            "attention_varlen, which take sink_tokens of any queries."
+        )
+    options: dict = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "return_lse": True, "plan": plan, "debug": debug}
+    options["batch_invariant"] = batch_invariant
+    result, lse = attention_paged(
+        q, k_pages, v_pages, table, lengths, causal=causal, window=window, num_splits=num_splits, out=out, **options
+    )
+    first = (lengths - 1 - window[0]).clamp(0, sink_tokens)  # of the window, or the end of the sink tokens
+    columns = max(-(-sink_tokens // max(k_pages.shape[1], 1)), 1)
+    part, part_lse = attention_paged(q, k_pages, v_pages, table[:, :columns], first, causal=False, **options)
+    lines = part_lse.flatten(1).T.contiguous()  # [Hq, B]
+    if q.is_cuda and not _dispatched(q, k_pages, v_pages):
+        kernels()
+        from rowmax.kernels.decode_launch import merge_into
+
+        merge_into(part.view(-1, *part.shape[-2:]), lines, result.view(-1, *result.shape[-2:]), lse, 1)
+        return (result, lse) if return_lse else result
+    merged, merged_lse = merge([t.view(-1, *t.shape[-2:]) for t in (result, part)], [lse.flatten(1).T, lines])
+    result, lse = result.copy_(merged.view(result.shape)), merged_lse.T.reshape(lse.shape)
+    return (result, lse) if return_lse else result
 
 
 def _call(tensors, max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan) -> tuple:
