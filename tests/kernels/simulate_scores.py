@@ -18,9 +18,9 @@ def _of_warps(x):
     return x.view(-1, 16).amax(1, keepdim=True).expand(-1, 16).reshape(x.shape)
 
 
-def _exp2_of_odd(s, unit, c1, c2, c3, c4, pivot):
+def _odd(s, unit, c1, c2, c3, c4):
     y = s * s
-    return torch.exp2(s * ((((c4 * y + c3) * y + c2) * y + c1) * y + unit) - pivot)
+    return s * ((((c4 * y + c3) * y + c2) * y + c1) * y + unit)
 
 
 NAMES = {
@@ -28,7 +28,8 @@ NAMES = {
     "any_above": lambda x, bound: (_of_warps(x) > bound).float(),
     "warp_where": lambda wanted, x, other: torch.where(wanted != 0, torch.tensor(other), torch.as_tensor(x)),
     "tanh_where": lambda x, wanted, factor, count: torch.where(wanted != 0, torch.tanh(x * factor) / factor, x),
-    "exp2_of_odd": _exp2_of_odd,
+    "odd": _odd,
+    "exp2_of_odd": lambda *given: torch.exp2(_odd(*given[:-1]) - given[-1]),
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
     "as_number": lambda bits: bits.view(torch.float32),
 }

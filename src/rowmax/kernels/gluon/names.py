@@ -97,28 +97,36 @@ def warp_where(wanted, x, other, _semantic=None, _generator=None):
 
 
 @_core.builtin
-def exp2_of_odd(s, unit, c1, c2, c3, c4, pivot, _semantic=None, _generator=None):
-    """`exp2(s (unit + y (c1 + y (c2 + y (c3 + y c4)))) - pivot)`, y = s^2: as one piece of code for four elements.
+def odd(s, unit, c1, c2, c3, c4, _semantic=None, _generator=None):
+    """`s (unit + y (c1 + y (c2 + y (c3 + y c4))))`, y = s^2: as one piece of code for four elements.
 
     Of arithmetic on tiles ptxas makes all polynomials first, which takes more registers than there are.
     """
+    return _of_four([s, unit, c1, c2, c3, c4], ["mul.rn.f32 {out}, q, {0};"], _semantic)
+
+
+@_core.builtin
+def exp2_of_odd(s, unit, c1, c2, c3, c4, pivot, _semantic=None, _generator=None):
+    """`exp2(odd(s) - pivot)`, in the same way."""
+    end = ["sub.rn.f32 y, 0f00000000, {6};", "fma.rn.f32 q, q, {0}, y;", "ex2.approx.ftz.f32 {out}, q;"]
+    return _of_four([s, unit, c1, c2, c3, c4, pivot], end, _semantic)
+
+
+def _of_four(given: list, end: "list[str]", _semantic):
+    """Four elements of each tile of `given`: the polynomial in q, and what `end` makes of it."""
+    polynomial = [
+        "mul.rn.f32 y, {0}, {0};",
+        "fma.rn.f32 q, y, {5}, {4};",
+        *(f"fma.rn.f32 q, q, y, {{{i}}};" for i in (3, 2, 1)),
+    ]
     lines = ["{ .reg .f32 y, q;"]
     for i in range(4):
-        s_, unit_, c1_, c2_, c3_, c4_, pivot_ = (f"${4 * k + i}" for k in range(1, 8))
-        lines += [
-            f"mul.rn.f32 y, {s_}, {s_};",
-            f"fma.rn.f32 q, y, {c4_}, {c3_};",
-            f"fma.rn.f32 q, q, y, {c2_};",
-            f"fma.rn.f32 q, q, y, {c1_};",
-            f"fma.rn.f32 q, q, y, {unit_};",
-            f"sub.rn.f32 y, 0f00000000, {pivot_};",
-            f"fma.rn.f32 q, q, {s_}, y;",
-            f"ex2.approx.ftz.f32 ${i}, q;",
-        ]
+        names = [f"${4 * k + i}" for k in range(1, len(given) + 1)]
+        lines += [line.format(*names, out=f"${i}") for line in [*polynomial, *end]]
     lines.append("}")
-    constraints = ",".join(["=&f"] * 4 + ["f"] * 28)
+    constraints = ",".join(["=&f"] * 4 + ["f"] * 4 * len(given))
     options = {"dtype": gl.float32, "is_pure": True, "pack": 4, "_semantic": _semantic}
-    return gl.inline_asm_elementwise("\n".join(lines), constraints, [s, unit, c1, c2, c3, c4, pivot], **options)
+    return gl.inline_asm_elementwise("\n".join(lines), constraints, given, **options)
 
 
 @_core.builtin

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rowmax.kernels.gluon.index import along
-from rowmax.kernels.gluon.names import NEAR, TANH, any_above, exp2_of_odd, tanh_where, warp_where
+from rowmax.kernels.gluon.names import NEAR, TANH, any_above, exp2_of_odd, odd, tanh_where, warp_where
 
 BOUND = gl.constexpr(NEAR)
 LEAST = gl.constexpr(2.0**-126)
@@ -51,21 +51,23 @@ def capped(s, unit, factors):
 
 
 @gluon.jit
-def capped_tile(s, unit, factors):
+def _of_columns(factors):
     c1, c2, c3, c4 = factors
-    wide = (gl.expand_dims(c1, 1), gl.expand_dims(c2, 1), gl.expand_dims(c3, 1), gl.expand_dims(c4, 1))
-    return capped(s, unit, wide)
+    return gl.expand_dims(c1, 1), gl.expand_dims(c2, 1), gl.expand_dims(c3, 1), gl.expand_dims(c4, 1)
+
+
+@gluon.jit
+def capped_tile(s, unit, factors):
+    """`capped` of a tile."""
+    c1, c2, c3, c4 = _of_columns(factors)
+    return odd(s, unit, c1, c2, c3, c4)
 
 
 @gluon.jit
 def exp2_of_capped(s, unit, factors, pivot):
     """`exp2(capped(s) - pivot)` of a tile."""
-    c1, c2, c3, c4 = factors
-    one = gl.expand_dims(c1, 1)
-    two = gl.expand_dims(c2, 1)
-    three = gl.expand_dims(c3, 1)
-    four = gl.expand_dims(c4, 1)
-    return exp2_of_odd(s, unit, one, two, three, four, gl.expand_dims(pivot, 1))
+    c1, c2, c3, c4 = _of_columns(factors)
+    return exp2_of_odd(s, unit, c1, c2, c3, c4, gl.expand_dims(pivot, 1))
 
 
 @gluon.jit
