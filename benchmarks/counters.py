@@ -14,16 +14,13 @@ in front of each. Where ncu is missing or may not read counters (ERR_NVGPUCTRPER
 """
 
 import argparse
-import csv
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 
@@ -33,37 +30,17 @@ from calls import compile_ahead, device_of, make_call, make_operands
 from rowmax import Device, Plan, Unsupported
 from rowmax.analysis import workers
 from rowmax.analysis.cost import bytes_of
+from rowmax.analysis.ncu import PLACES, by_job, command_of, find_ncu, kernels_of, known_metrics, once
 from rowmax.analysis.predict import Constants, predict
 from rowmax.analysis.verdict import nearly, verdict_of
 from rowmax.device import Rates
 from rowmax.problem import Problem
 from shapes import FORWARD
 
-MARKER = "spin_kernel"  # of torch.cuda._sleep: no kernel of ours is called so
 BYTES_OFF = 0.10
 EMPTY_S = 1.7e-6  # that a kernel without work takes under ncu: it is launching, and counted there
 DENSE_BYTES = 7e9  # of scores and weights
 DRAWN = 28  # with the list of bytes' own plans 40 problems
-PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
-# What is asked of ncu; of alternatives, whose names differ between chips, the first that it knows.
-METRICS = {
-    "seconds": ("gpu__time_duration.sum",),
-    "read": ("dram__bytes_read.sum",),
-    "written": ("dram__bytes_write.sum",),
-    "l2_bytes": ("lts__t_bytes.sum",),
-    "sms_busy": ("sm__cycles_active.avg.pct_of_peak_sustained_elapsed",),
-    "tensor": (
-        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-        "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
-        "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
-    ),
-    "exps": (
-        "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
-        "sm__pipe_xu_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    ),
-    "issue": ("sm__inst_issued.avg.pct_of_peak_sustained_elapsed", "sm__issue_active.avg.pct_of_peak_sustained_elapsed"),
-    "waves": ("launch__waves_per_multiprocessor",),
-}
 
 
 class Job(NamedTuple):
@@ -97,67 +74,6 @@ def byte_jobs() -> list[Job]:
 def verdict_jobs(device: Device, number: int, seed: int) -> list[Job]:
     drawn = generations.draw(seed, number, device)
     return [Job(str(problem), plans[0], False) for problem, plans in drawn if not problem.packed]
-
-
-def find_ncu() -> Optional[str]:
-    found = shutil.which("ncu") or shutil.which("nv-nsight-cu-cli")
-    for pattern in () if found else PLACES:
-        found = found or next(iter(sorted(map(str, Path("/").glob(pattern[1:])), reverse=True)), None)
-    return found
-
-
-# ---- what ncu prints ---------------------------------------------------------------------------------------------------
-
-
-def kernels_of(text: str) -> list[dict]:
-    """The rows of `ncu --csv --page raw --print-units base`: kernel name and numbers by the names of `METRICS`.
-
-    Raises:
-        ValueError: there is no table; what ncu said instead.
-    """
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        said = [line for line in lines if line.startswith("==ERROR==") or "NVGPUCTRPERM" in line]
-        raise ValueError(" ".join(said) or "ncu printed no table")
-    table = csv.reader(line for line in lines[start:] if line.startswith('"'))
-    head, units, *rows = table
-    found = []
-    for row in rows:
-        values = dict(zip(head, row, strict=False))
-        kernel = {"kernel": values["Kernel Name"]}
-        for name, alternatives in METRICS.items():
-            metric = next((metric for metric in alternatives if metric in values), None)
-            if metric is None:
-                continue
-            number = _number(values[metric])
-            if number is not None:
-                kernel[name] = number * _SCALE.get(units[head.index(metric)], 1.0)
-        found.append(kernel)
-    return found
-
-
-_SCALE = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "%": 0.01} | {
-    f"{prefix}byte": size for prefix, size in (("K", 1e3), ("M", 1e6), ("G", 1e9))
-}
-
-
-def _number(text: str) -> Optional[float]:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None  # "n/a"
-
-
-def by_job(kernels: Iterable[dict]) -> list[list[dict]]:
-    """Kernels behind each marker."""
-    found: list[list[dict]] = []
-    for kernel in kernels:
-        if MARKER in kernel["kernel"]:
-            found.append([])
-        elif found:
-            found[-1].append(kernel)
-    return found
 
 
 # ---- what it means -----------------------------------------------------------------------------------------------------
@@ -244,25 +160,9 @@ def child(path: Path, seconds: float) -> None:
         operands, grad_out = make_operands(problem, device, seed=0)
         call = make_call("rowmax", problem, operands, grad_out, FORWARD, plan=job.plan)
         call()  # compiled and loaded; not profiled
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        torch.cuda._sleep(1000)
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        once(call)
         del operands, grad_out, call
         torch.cuda.empty_cache()
-
-
-def known_metrics(ncu: str) -> list[str]:
-    """Of each kind in `METRICS` the first name that this chip has; those of launches need no counter."""
-    listed = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True, timeout=60).stdout
-    names = {line.split()[0] for line in listed.splitlines() if line.strip()}
-    chosen = []
-    for alternatives in METRICS.values():
-        own = (one for one in alternatives if not names or one.split(".")[0] in names or one.startswith("launch__"))
-        chosen += [next(own, "")]
-    return [one for one in chosen if one]
 
 
 def profile(ncu: str, jobs: list[Job], seconds: float) -> str:
@@ -270,9 +170,7 @@ def profile(ncu: str, jobs: list[Job], seconds: float) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "jobs.json"
         path.write_text(json.dumps(jobs))
-        command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
-        command += ["--clock-control", "none", "--cache-control", "all", "--target-processes", "application-only"]
-        command += ["--metrics", ",".join(known_metrics(ncu)), sys.executable, str(Path(__file__).resolve())]
+        command = [*command_of(ncu, known_metrics(ncu)), sys.executable, str(Path(__file__).resolve())]
         command += ["--child", str(path), "--time-limit", str(0.75 * seconds)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 20) + 30)
     if done.returncode:

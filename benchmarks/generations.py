@@ -163,7 +163,7 @@ def report(rows: list[dict], *, every: bool = False) -> None:
         for most, least in asked if found else ():
             share = sum(abs(error) <= most for error in found) / len(found)
             said = "holds" if share >= least else "FAILS"
-            print(f"{', '.join(names)}, {len(found)} drawn rows: {share:.1%} within {most:.0%}, asked {least:.0%}: {said}")
+            print(f"of {len(found)} drawn rows by {', '.join(names)}: {share:.1%} within {most:.0%}, asked {least:.0%}: {said}")
     print_ratios(ratios(times, "kv_outer", "q_outer"), "FlashAttention-2 (q_outer) against 1 (kv_outer)", ASKED)
     print_ratios(ratios(times, WARPS[1], WARPS[0]), "split-Q (rows) against split-K/V (columns)", {})
 

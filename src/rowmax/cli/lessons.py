@@ -87,6 +87,7 @@ def _model(problem: Problem, gpu: Device, measured: bool, console: Console) -> N
         except KeyError as error:
             raise ProblemError(f"--gpu: {error.args[0]}") from None
     times = _times(problem, predictions) if measured else {}
+    counted = _counted(problem, predictions, console) if measured else {}
     title = f"kernels on {gpu.name}: " + ("measured and modelled" if measured else "modelled")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
     columns = (
@@ -94,6 +95,7 @@ def _model(problem: Problem, gpu: Device, measured: bool, console: Console) -> N
         *(("ms", "TFLOP/s", "peak memory") if measured else ()),
         "model ms",
         "from HBM",
+        *(("counted",) if counted else ()),
         "out of L2",
         "blocks",
         "waves",
@@ -109,7 +111,9 @@ def _model(problem: Problem, gpu: Device, measured: bool, console: Console) -> N
             ms, peak, wrong = times[name]
             seen = (wrong, "", "") if wrong else (f"{ms:.4g}", f"{flops / ms / 1e9:.4g}", _bytes(peak))
         table.add_row(
-            *(escape(name), *seen, f"{found.seconds * 1e3:.4g}", _bytes(hbm), _bytes(l2), f"{main.blocks:,}"),
+            *(escape(name), *seen, f"{found.seconds * 1e3:.4g}", _bytes(hbm)),
+            *([_bytes(counted[name])] if counted else []),
+            *(_bytes(l2), f"{main.blocks:,}"),
             *(f"{found.waves:.2f}", _bytes(main.shared_bytes), found.verdict),
         )
     console.print(table)
@@ -150,6 +154,19 @@ def _times(problem: Problem, predictions: dict[str, Prediction]) -> dict[str, tu
         peak = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
         found[name] = (timed[plan].ms, peak, timed[plan].error)
     return found
+
+
+def _counted(problem: Problem, predictions: dict[str, Prediction], console: Console) -> dict[str, float]:
+    """Kernel -> bytes from and to HBM by the hardware's own count; none where ncu is not here or may not read counters."""
+    from rowmax.analysis import ncu
+
+    plans = {name: str(prediction.plan) for name, prediction in predictions.items()}
+    try:
+        found = ncu.hbm_bytes(problem, list(plans.values()))
+    except (ValueError, OSError) as error:
+        console.print(f"  bytes from HBM are the model's alone, not counted: {escape(str(error))}")
+        return {}
+    return {name: found[plan] for name, plan in plans.items()}
 
 
 def device_of(gpu: Optional[str], device: str) -> Device:
