@@ -263,5 +263,5 @@ def test_hopper_takes_the_forward_and_says_why_it_passes_the_backward_over():
         problem = Problem.parse(f"b4 h16 q4096 k4096 d128 bf16 causal {words}")
         assert rowmax.plan(problem, rowmax.Device.named("H200")).algorithm == "hopper"
         plan = rowmax.plan(problem, rowmax.Device.named("H200"), direction="backward")
-        assert plan.algorithm == "q_outer"
-        assert "plain scores" in dict(plan.refusals)["hopper"]
+        assert plan.algorithm == ("hopper" if words == "sink" else "q_outer")
+        assert words == "sink" or "no soft-cap and no ALiBi" in dict(plan.refusals)["hopper"]

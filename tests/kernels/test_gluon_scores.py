@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
 from rowmax import Device, Problem, plan, testing
 
@@ -12,12 +13,16 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the second kernel runs in Triton's interpreter", allow_module_level=True)
 
 import simulate
+import simulate_backward
 from gluon_mutants import DYNAMIC, LAZY, QUEUE, SKIPS, STATIC, only
 from simulate_scores import ptx
 from test_gluon_simulation import fails
 
+from rowmax.kernels import hopper_backward, launch, scored_launch
+from rowmax.kernels.backward_launch import hopper_backward_calls
 from rowmax.kernels.gluon.names import NEAR, TANH
 from rowmax.plan.hopper import HopperTile
+from rowmax.plan.hopper_backward import HopperBackwardTile
 
 CAPPED, SLOPED, ALL = (
     "b1 h2 q100 k140 d64 fp16 causal softcap=8.0",
@@ -86,6 +91,23 @@ def test_a_mutant_of_bent_scores_fails(name):
     replacements, text, tile, kind = MUTANTS[name]
     problem = Problem.parse(text)
     assert fails(replacements, problem, testing.operands(problem, kind), tile, False, 2), f"mutant '{name}' lives"
+
+
+@pytest.mark.parametrize("text", ["b2 h4/2 q70 k90 d64 fp16 causal sink", "b3 h2 q130 k130 d64 bf16 packed window(40,3) sink"])
+def test_the_backward_behind_a_sink(text):
+    """Its kernels know nothing of it: the LSE does. The sink's own gradient is of the rows that they were given."""
+    problem, tile = Problem.parse(text), HopperBackwardTile.parse("128x128 s2 backward")
+    operands = testing.operands(problem)
+    out, lse = testing.attend(problem, operands)
+    cotangents = testing.cotangents(problem)
+    given = (problem, operands, tile, out, lse, *cotangents)
+    *grads, _suspect = simulate_backward.backward(*given)
+    calls = hopper_backward_calls(*given, *map(torch.empty_like, operands[:3]))
+    launch._launch(out.device, calls[0])
+    rows = hopper_backward._rows(problem, hopper_backward.handed_on(calls))
+    sink = scored_launch.sink_gradient(operands.sink, *rows)
+    report = testing.check_backward(problem, operands, [*grads, sink], *cotangents, out)
+    assert report.ok, str(report)
 
 
 # ---- PTX ---------------------------------------------------------------------------------------------------------------------

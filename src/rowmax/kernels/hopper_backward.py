@@ -1,5 +1,6 @@
 """The Hopper backward of a plan: launches of `backward_launch.py` or `backward_wide_launch.py`, kept by the form of a call."""
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -26,8 +27,12 @@ def run(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-) -> None:
-    """Computes into dq, dk and dv, all three whole; packed ones are 0 before."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes into dq, dk and dv, all three whole; packed ones are 0 before.
+
+    Returns the LSE in base 2 and delta, `[.., heads, rows]`, for the gradient of a sink; packed, with rows of nobody,
+    whose delta is 0.
+    """
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     device = operands.q.device
@@ -37,18 +42,28 @@ def run(
     kept = _kept.get(key)
     if kept is not None and device.index == torch.cuda.current_device():
         again, likes = kept
-        again(*given, *_made(likes, operands.q, problem.packed))
-        return
+        made: Sequence = _made(likes, operands.q, problem.packed)
+        again(*given, *made)
+        return _rows(problem, made)
     calls_of: Any = wide_backward_calls if isinstance(tile, HopperWideTile) else hopper_backward_calls
     calls = calls_of(problem, operands, tile, out, lse, grad_out, grad_lse, dq, dk, dv)
     builds = [launch._launch(device, call) for call in calls]
+    made = handed_on(calls)
     if None in builds:  # the interpreter
-        return
+        return _rows(problem, made)
     if len(_kept) >= launch.MAX_BUILDS:
         _kept.clear()
-    made = handed_on(calls)
     likes = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in made]
     _kept[key] = Again(calls, builds, (*given, *made)), likes
+    return _rows(problem, made)
+
+
+def _rows(problem: Problem, made: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    lse_log2, delta = (
+        lines[:, : lines.shape[1] if problem.packed else problem.len_q].unflatten(0, (-1, problem.heads_q))
+        for lines in made[:2]
+    )
+    return lse_log2, delta
 
 
 def handed_on(calls: tuple) -> tuple[Optional[torch.Tensor], ...]:

@@ -140,7 +140,9 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
         whole = (t if need else make(like.shape, dtype=like.dtype, device=device)
                  for t, need, like in zip((dq, dk, dv), needs[:3], (q, k, v), strict=True))  # fmt: skip
         given = torch.zeros_like(out) if grad_out is None else grad_out
-        hopper_backward.run(problem, operands, plan.tiles[0], out, lse, given, grad_lse, *whole)
+        rows = hopper_backward.run(problem, operands, plan.tiles[0], out, lse, given, grad_lse, *whole)
+        if more and needs[3]:
+            more[0] = _scored().sink_gradient(operands.sink, *rows)
         return dq, dk, dv, *more
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     _launch(device, row_call(problem, out, grad_out, lse, grad_lse, lse_log2, delta))

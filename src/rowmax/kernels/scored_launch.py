@@ -59,8 +59,11 @@ def rows_of_sinks(lse, sink, cu_seqlens_q) -> None:
 
 
 def sink_gradient(sink, lse_log2, delta) -> torch.Tensor:
-    """`[H]`: -sum over rows of p_sink delta; the sink is a key whose value is 0. Rows without weights have an infinite LSE."""
-    terms = torch.exp2(sink.unsqueeze(-1) * LOG2E - lse_log2) * delta
+    """`[H]`: -sum over rows of p_sink delta; the sink is a key whose value is 0. Rows without weights have an infinite LSE.
+
+    A weight is at most 1, whatever the LSE of rows that are nobody's, whose delta is 0.
+    """
+    terms = torch.exp2((sink.unsqueeze(-1) * LOG2E - lse_log2).clamp(max=0.0)) * delta
     return -terms.masked_fill(torch.isinf(lse_log2), 0.0).sum(-1).view(-1, sink.shape[0]).sum(0)
 
 

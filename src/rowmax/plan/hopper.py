@@ -138,8 +138,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
     if direction != "backward":
         return None
-    if not problem.plain:
-        return "its backward computes plain scores only: no soft-cap, ALiBi or sink logits"
+    if problem.softcap or problem.alibi:
+        return "its backward computes sink logits, but no soft-cap and no ALiBi"
     return backward_of(problem).refuses(problem)
 
 
