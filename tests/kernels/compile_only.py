@@ -1,12 +1,14 @@
 """Compile what the launcher would launch, for any GPU, on a machine without one; what the binary needs, as JSON lines.
 
     python compile_only.py H200 "b2 h32/8 q1024 d128 bf16" forward      registers, stack, spills, shared memory, instructions
+    python compile_only.py H200 "..." forward -- A100 "..." backward    several, each line with the number of its build
     python compile_only.py builds      how many builds a few hundred lengths, batches and windows ask for
 
 Runs in a process of its own, because Triton decides at import whether it interprets.
 """
 
 import collections
+import itertools
 import json
 import random
 import sys
@@ -98,14 +100,16 @@ def builds() -> dict:
     return {"problems": problems, "builds": {name: len(keys) for name, keys in found.items()}}
 
 
-def main(device_name: str, problem: str, direction: str, algorithm: str = "q_outer") -> None:
+def main(number: int, device_name: str, problem: str, direction: str, algorithm: str = "q_outer") -> None:
     device = Device.named(device_name)
     for name, call in calls(Problem.parse(problem), device, direction, algorithm):
-        print(json.dumps(facts(name, call, device)), flush=True)
+        print(json.dumps({"build": number, **facts(name, call, device)}), flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "builds":
         print(json.dumps(builds()))
     else:
-        main(*sys.argv[1:])
+        ends = [i for i, word in enumerate([*sys.argv, "--"]) if word == "--"]
+        for number, (before, end) in enumerate(itertools.pairwise([0, *ends])):
+            main(number, *sys.argv[before + 1 : end])
