@@ -110,19 +110,36 @@ def test_large_scores_of_one_pair_are_refused(taken):
     assert report.ok, str(report)
 
 
-def test_one_large_weight_sends_its_block_to_fp32(taken):
+@pytest.fixture
+def again(monkeypatch):
+    """What `rows_again` found, block by block."""
+    found, original = [], half_scores.rows_again
+    monkeypatch.setattr(half_scores, "rows_again", lambda *given: found.append(original(*given)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("large", [1, half_scores._MOST_AGAIN + 1])
+def test_large_weights_send_their_rows_to_fp32_and_many_their_block(taken, again, large):
     """Within the bound on all scores a pair may still be large: |q| and |k| both near their largest, and parallel."""
     operands = testing.operands(CAUSAL)
     direction = torch.nn.functional.normalize(torch.randn(64), dim=0)
-    operands.q[0, 590, 0] = operands.k[0, 20, 0] = (11.0 * direction).bfloat16()
+    rows = slice(590 - large, 590)
+    operands.q[0, rows, 0] = operands.k[0, 20, 0] = (11.0 * direction).bfloat16()
     assert half_scores.bounded(operands.q, operands.k, CAUSAL.scale)
     report = testing.check_forward(CAUSAL, operands, forward(CAUSAL, operands))
-    assert False in taken
+    assert taken
+    assert (False in taken) == (large > 1)
+    assert large > 1 or 1 in map(len, again)
+    assert report.ok, str(report)
+    again.clear()
+    grad_out, grads = backward(CAUSAL, operands)
+    assert large > 1 or 1 in map(len, again)
+    report = testing.check_backward(CAUSAL, operands, grads, grad_out)
     assert report.ok, str(report)
 
 
 def test_two_failures_end_the_attempts(taken, monkeypatch):
-    monkeypatch.setattr(half_scores, "spread", lambda *_: False)
+    monkeypatch.setattr(half_scores, "rows_again", lambda *_: None)
     problem = Problem.parse("b1 h1 q600 k600 d64 bf16")
     operands = testing.operands(problem)
     q, k, v = operands[:3]
@@ -151,11 +168,14 @@ def test_bounded():
 
 @pytest.mark.parametrize(
     ("weights", "expected"),
-    [([0.1, 0.25, 0.0], True), ([0.1, 0.26, 0.0], False), ([torch.nan, 0.1], False), ([0.1, -torch.nan], False)],
+    [([0.1, 0.25, 0.0], []), ([0.1, 0.26, 0.0], [[1, 2]]), ([torch.nan, 0.1], [[1, 2]]), ([0.1, -torch.nan], [[1, 2]])],
 )
-def test_spread(weights, expected):
-    assert half_scores.spread(torch.tensor(weights).bfloat16()) is expected
-    assert half_scores.spread(1024 * torch.tensor(weights).bfloat16(), 1024.0) is expected
+def test_rows_again(weights, expected):
+    p = torch.full((2, 3, len(weights)), 0.2).bfloat16()
+    p[1, 2] = torch.tensor(weights)
+    assert half_scores.rows_again(p) == expected
+    assert half_scores.rows_again(1024 * p, 1024.0) == expected
+    assert half_scores.rows_again(torch.ones(1, 100, 4).bfloat16()) is None
 
 
 def test_values_far_above_the_others_are_noticed_in_any_head():

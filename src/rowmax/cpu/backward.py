@@ -52,8 +52,9 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     grads = tuple(t.new_zeros(t.shape if need else (0,)) for t, need in zip(operands[:3], needs[:3], strict=True))
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
     scratch = Scratch()
-    do, o = (scratch(name, out.shape, compute).copy_(t) for name, t in (("dk", grad_out), ("dv", out)))
-    delta = do.mul_(o).sum(-1)  # [B, T, H]
+    named = (("dk", grad_out), ("dv", out))
+    do, o = (t if t.dtype == compute else scratch(name, t.shape, compute).copy_(t) for name, t in named)
+    delta = torch.mul(do, o, out=scratch("dv", out.shape, compute)).sum(-1)  # [B, T, H]
     if grad_lse is not None:
         delta -= grad_lse.movedim(-1, -2)
     # A gradient that is not needed is empty, and has no sequences to cut.
@@ -116,7 +117,8 @@ class _Chunk:
         blocks = half_scores.eligible_blocks(self.geometry, chunks, self.q.shape[1])
         if blocks and self.geometry.len_q >= half_scores.FEWEST_ROWS:
             k_ones = fold_contiguous(k, k.dtype, "k_ones", self._scratch, 1.0, 1.0)
-            half = half_scores.BackwardWeights(self.q, k_ones, self.lse_log2, self.scale)
+            columns = max(block.end - block.start for block in blocks)
+            half = half_scores.BackwardWeights(self.q, k_ones, self.lse_log2, self.scale, columns)
             if half_scores.even(self.do) and half.invisible(self.do, blocks, self._scratch):
                 self._half, self._attempts, self.unit = half, half_scores.ATTEMPTS, half.unit
 
@@ -152,8 +154,8 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
     """All row blocks of one chunk."""
     dq, dk, dv = targets
     heads, len_k, dim = chunk.k.shape
-    dk_acc = scratch("dk", (heads, len_k, dim), chunk.compute).zero_()
-    dv_acc = scratch("dv", (heads, len_k, chunk.do.shape[-1]), chunk.compute).zero_()
+    dk_sum = _Sum(scratch("dk", (heads, len_k, dim), chunk.compute), scratch)
+    dv_sum = _Sum(scratch("dv", (heads, len_k, chunk.do.shape[-1]), chunk.compute), scratch)
     for block in chunk.geometry.row_blocks(chunks.step):
         q, do, block_do_delta = take_rows(block, chunk.q), take_rows(block, chunk.do), take_rows(block, chunk.do, *chunk.deltas)
         row_dq = None
@@ -162,7 +164,7 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
             drops = chunk.scores if chunk.scores is not None and chunk.scores.dropout is not None else None
             if dv is not None:
                 z = p if drops is None else drops.drop(p.to(chunk.compute, copy=True), block, cols).to(p.dtype)
-                _add_product(dv_acc[:, cols], z, do, scratch)
+                dv_sum.add(cols, z, do)
             pairs = chunk.scores if chunk.scores is not None and chunk.scores.bias_gradient is not None else None
             if dq is None and dk is None and pairs is None:
                 continue
@@ -175,7 +177,7 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
                 pairs.add_bias_gradient(p, ds, chunk.unit, block, cols)
             ds.mul_(steep)
             if dk is not None:
-                _add_product(dk_acc[:, cols], ds, q, scratch)
+                dk_sum.add(cols, ds, q)
             if dq is not None:
                 if chunk.scale:
                     tile_dq = torch.baddbmm(q, ds, take_columns(chunk.k, cols, scratch), beta=0, alpha=chunk.scale / chunk.unit)
@@ -185,16 +187,36 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
         if dq is not None and row_dq is not None:
             target = dq[:, :, :, block.row : block.row + block.rows]
             target.copy_(row_dq.view(target.shape))
-    for grad, acc, factor in ((dk, dk_acc, chunk.scale), (dv, dv_acc, 1.0)):
+    for grad, total, factor in ((dk, dk_sum, chunk.scale), (dv, dv_sum, 1.0)):
         if grad is not None:
-            grad.copy_(acc.mul_(factor / chunk.unit).view(grad.shape))
+            grad.copy_(total.value().mul_(factor / chunk.unit).view(grad.shape))
 
 
-def _add_product(acc, weights, rows, scratch: Scratch) -> None:
-    """`acc [n, cols, D] += weights^T rows`."""
-    part = torch.bmm(weights.mT, rows, out=scratch("part", acc.shape, weights.dtype))
-    # Half the time of adding two types.
-    acc.add_(part if part.dtype == acc.dtype else scratch("part", acc.shape, acc.dtype).copy_(part))
+class _Sum:
+    """`sum weights^T rows` over the row blocks of a chunk, `[n, Tk, D]`; the first one, if it has all columns, is not added."""
+
+    def __init__(self, acc: torch.Tensor, scratch: Scratch):
+        self._acc, self._scratch, self._started = acc, scratch, False
+
+    def add(self, cols: slice, weights: torch.Tensor, rows: torch.Tensor) -> None:
+        acc = self._acc[:, cols]
+        first = not self._started and acc.shape == self._acc.shape
+        if first and weights.dtype == acc.dtype:
+            torch.bmm(weights.mT, rows, out=acc)
+        else:
+            part = torch.bmm(weights.mT, rows, out=self._scratch("part", acc.shape, weights.dtype))
+            if first:
+                acc.copy_(part)
+            else:  # converted before: half the time of adding two types
+                part = part if part.dtype == acc.dtype else self._scratch("part", acc.shape, acc.dtype).copy_(part)
+                self.value()[:, cols].add_(part)
+        self._started = True
+
+    def value(self) -> torch.Tensor:
+        if not self._started:
+            self._acc.zero_()
+            self._started = True
+        return self._acc
 
 
 def aten(problem, operands, out, lse, grad_out, needs):

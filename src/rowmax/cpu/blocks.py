@@ -116,6 +116,12 @@ class RowBlock(NamedTuple):
         ends = (self.row, self.row + self.rows - 1)
         return min(min(end_key(i, shift, len_k, band), len_k) - max(first_key(i, shift, band), 0) for i in ends)
 
+    def columns_of(self, row: int) -> slice:
+        """What one row of the block sees; `row` counts the rows of all heads of a group, from the block's first."""
+        len_q, len_k, band = self.geometry
+        start, _, _, end = key_ranges(self.row + row % self.rows, 1, len_q, len_k, 1, band)
+        return slice(start, end)
+
     def rare_columns(self, fewest: int) -> Iterator[slice]:
         """Columns that fewer than `fewest` rows of all blocks see, if there are so many rows and the band is so wide: then they
         are at the ends."""
@@ -219,8 +225,8 @@ class Chunks(NamedTuple):
     parts: list[tuple[slice, slice]]
 
     @classmethod
-    def of(cls, tile, geometry: Geometry, batch: int, heads_k: int, group: int, half: bool) -> "Chunks":
-        """`half`: scores take 2 bytes, and twice as many heads fit."""
+    def of(cls, tile, geometry: Geometry, batch: int, heads_k: int, group: int, half: bool, by_head=False) -> "Chunks":
+        """`half`: scores take 2 bytes, and twice as many heads fit. `by_head`: of few heads all sequences."""
         most_scores = (1 + half) * tile.block_m * tile.block_n
         # Of a window of w keys a block of r rows reads w + r: fewer rows waste less.
         rows = tile.block_m if None in geometry.band[:2] else tile.block_m // 2
@@ -229,6 +235,8 @@ class Chunks(NamedTuple):
         width = max(1, min(widest, tile.block_n))
         step = max(1, min(step, most_scores // (group * width)))
         most_heads = max(1, most_scores // (group * step * width))
+        if by_head:
+            return cls(step, width, [(b, h) for h, b in _rectangles(heads_k, batch, most_heads)])
         return cls(step, width, list(_rectangles(batch, heads_k, most_heads)) if widest else [])
 
 
@@ -250,10 +258,11 @@ def fold(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fold_contiguous(t: torch.Tensor, dtype: torch.dtype, name: str, scratch: Scratch, *extra: float) -> torch.Tensor:
-    """`[b, h, T, D]` -> `[n, T, D + len(extra)]` in `dtype`, contiguous, with constants for the extra columns: K and V, once,
-    since bf16 matmuls would copy anything else for every block."""
+    """`[b, h, T, D]` -> `[n, T, D + len(extra)]` in `dtype`, with constants for the extra columns: K and V, once. Contiguous in
+    bf16, whose matmuls would copy anything else for every block; others take rows that lie apart."""
     dim = t.shape[-1]
-    if t.dtype == dtype and t.is_contiguous() and not extra:
+    fits = t.is_contiguous() or (dtype != torch.bfloat16 and 1 in t.shape[:2])
+    if t.dtype == dtype and fits and not extra:
         return t.flatten(0, 1)
     result = scratch(name, (*t.shape[:-1], dim + len(extra)), dtype)
     result[..., :dim].copy_(t)
@@ -278,4 +287,6 @@ def take_columns(t: torch.Tensor, cols: slice, scratch: Scratch) -> torch.Tensor
 
 def take_rows(block: RowBlock, *tensors: torch.Tensor) -> torch.Tensor:
     """The rows of a block of `[n, G, Tq, D]`, folded: `[n, G * rows, D]`; several tensors become one, side by side."""
-    return torch.cat([t[:, :, block.row : block.row + block.rows] for t in tensors], -1).flatten(1, 2)
+    rows = [t[:, :, block.row : block.row + block.rows] for t in tensors]
+    one = rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+    return (one.contiguous() if one.dtype == torch.bfloat16 else one).flatten(1, 2)  # as `fold_contiguous`

@@ -23,7 +23,9 @@ from rowmax.cpu.blocks import (
     take_rows,
     widen,
 )
+from rowmax.cpu.pieces import Piece, is_cut, pieces
 from rowmax.cpu.scores import Scores, start_lse
+from rowmax.mask import Band
 from rowmax.numerics import LN2, LOG2E
 
 
@@ -36,35 +38,36 @@ def tiled(problem, operands, tile, need_lse, exact=False):
         start_lse(problem, operands, lse)
     scratch = Scratch()
     for_q = (out, lse.movedim(-1, -2)) if need_lse else (out,)
-    for number, rows, (k, v) in numbered_sequences(problem, operands, for_q):
+    for number, rows, cols in numbered_sequences(problem, operands, for_q):
         # A bias or a sink may be far from the scores, which then need a pivot; and nothing but them may be rounded.
-        bounded = problem.plain and half_scores.bounded(rows[0], k, problem.scale)
-        scores = None if problem.plain else Scores.of(problem, operands, number, rows[0], k, lse.dtype)
-        q, o, *row_lse = (by_kv_head(t, problem.heads_k) for t in rows)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        _sequence(problem, tile, q, k, v, o, *row_lse or [None], scratch, exact, bounded, scores)
+        bounded = problem.plain and half_scores.bounded(rows[0], cols[0], problem.scale)
+        try_half = bounded and not need_lse and problem.dtype == torch.bfloat16 and problem.windowed
+        geometry = Geometry(rows[0].shape[1], cols[0].shape[1], problem.band)
+        cut = is_cut(problem, tile, geometry)
+        if try_half and cut:
+            try_half = _whole_fits(problem, tile, geometry, rows[0], *cols, scratch)
+        for piece in pieces(problem, tile, number, rows, cols):
+            _piece(problem, operands, tile, piece, cut, scratch, exact, bounded, try_half)
     return out, lse
 
 
-def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded, scores=None):
-    """q, out `[B, Hk, G, Tq, D]`, k, v `[B, Hk, Tk, D]`, lse `[B, Hk, G, Tq]` or None; writes out and lse."""
-    batch, heads_k, group, len_q, _ = q.shape
-    geometry = Geometry(len_q, k.shape[2], problem.band)
-    try_half = bounded and q.dtype == torch.bfloat16 and lse is None and problem.windowed
-    chunks = Chunks.of(tile, geometry, batch, heads_k, group, try_half)
+def _piece(problem, operands, tile, piece: Piece, cut: bool, scratch: Scratch, exact, bounded, try_half) -> None:
+    """Writes out and lse, the second and a third of the rows. `cut`: rounded scores, if tried, are known to fit."""
+    q, out, *row_lse = (by_kv_head(t, problem.heads_k) for t in piece.rows)  # [B, Hk, G, Tq, ...]
+    k, v = (t.transpose(1, 2) for t in piece.cols)  # [B, Hk, Tk, D]
+    lse = row_lse[0] if row_lse else None
+    chunks = piece.chunks(tile, problem.group, try_half)
     compute, matmul = COMPUTE.get(q.dtype, q.dtype), MATMUL.get(q.dtype, q.dtype)
-    blocks = list(geometry.row_blocks(chunks.step))
-    eligible = half_scores.eligible_blocks(geometry, chunks, group) if try_half else []
+    scores = None if problem.plain else Scores.of(problem, operands, piece.number, piece.rows[0], piece.cols[0], compute)
+    blocks = list(piece.geometry.row_blocks(chunks.step))
     for part in chunks.parts:
         q_part = fold(q[part], matmul)
         k_part, v_part = (fold_contiguous(t[part], matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
         wide = None  # k in the type that scores are computed in
         part_scores = None if scores is None else scores.part(part)
         attempts = 0.0
-        if (
-            eligible
-            and half_scores.even(v_part)
-            and half_scores.invisible_forward(q_part, k_part, v_part, problem.scale, eligible, scratch)
+        if try_half and (
+            cut or half_scores.fit_forward(q_part, k_part, v_part, problem.scale, piece.geometry, chunks, scratch)
         ):
             attempts = half_scores.ATTEMPTS
         for block in blocks:
@@ -83,6 +86,21 @@ def _sequence(problem, tile, q, k, v, out, lse, scratch, exact, bounded, scores=
                     torch.mul(lse_log2.view(target.shape), LN2, out=target)
             target = out[part][:, :, :, rows]
             target.copy_(o.view(target.shape))
+
+
+def _whole_fits(problem, tile, geometry: Geometry, q, k, v, scratch: Scratch) -> bool:
+    """Do rounded scores fit sequences `[B, T, H, D]` that are to be cut? Samples of a short piece would cost more than it."""
+    q, k, v = by_kv_head(q, problem.heads_k), k.transpose(1, 2), v.transpose(1, 2)
+    batch, heads_k, group = q.shape[:3]
+    chunks = Chunks.of(tile, geometry, batch, heads_k, group, True)
+    whole = geometry._replace(band=Band())  # a sample meets all columns
+    parts = Chunks.of(tile, whole, batch, heads_k, group, True).parts
+
+    def fits(part) -> bool:
+        k_part, v_part = (fold_contiguous(t[part], t.dtype, name, scratch) for t, name in ((k, "k"), (v, "v")))
+        return half_scores.fit_forward(fold(q[part], q.dtype), k_part, v_part, problem.scale, geometry, chunks, scratch)
+
+    return all(fits(part) for part in parts)
 
 
 def _row_block(q, k, v, block: RowBlock, width, scratch, exact, bounded, scores=None):

@@ -11,16 +11,17 @@ the work,
    the terms that it is made of, where the acceptance rule allows 2 u; computed from the operands themselves. Normal operands
    stay below 0.7, one-hot values come out above 1.8;
 
-and after each block `spread`: no weight is above 1/4, so that a score below 8 (error at most 4 u) moves its row by u at most.
-A block that fails is computed again from fp32 scores; where failures are frequent, nothing more of the chunk is tried. Nor are
-blocks with few columns a row, and in the backward columns that few rows see get weights from fp32 scores. The LSE never comes
-from rounded scores.
+and after each block `rows_again`: rows with a weight above 1/4 are computed again from fp32 scores; in others a score is below
+8, whose error of at most 4 u moves its row by u at most. If they are many, the whole block is computed again, and where that is
+frequent, nothing more of the chunk is tried. Nor are blocks with few columns a row, and in the backward columns that few rows
+see get weights from fp32 scores. The LSE never comes from rounded scores.
 
 A NaN or infinity in q or k fails a check, so that its blocks take fp32 scores: rows of theirs that do not see it may then
 differ by rounding from what they would be without it, unlike everywhere else.
 """
 
 import math
+from typing import Optional
 
 import torch
 
@@ -35,6 +36,7 @@ FEWEST_ROWS = 32  # of a column
 _SAMPLES = 8  # rows or keys a head
 _LEAST_ROWS = 40 * _SAMPLES  # for fewer the check costs more than it saves
 _MOST_WEIGHT = 0.25
+_MOST_AGAIN = 16  # rows of a block; of normal scores of 256 keys one in 10,000
 _LARGEST_SCORE = 40.0  # exp needs no pivot below; reached at D = 256
 
 
@@ -73,12 +75,22 @@ def even(values) -> bool:
     return bool((most <= 6 * mean).all())
 
 
-def spread(p, unit: float = 1.0) -> bool:
-    """Is no weight above 1/4 of `unit`, nor NaN? Weights are not negative, so that their bits order like integers; the bits of
-    a NaN are a large or a negative one."""
+def rows_again(p, unit: float = 1.0) -> Optional[list[list[int]]]:
+    """`[n, row]` of p `[n, rows, cols]` with a weight above 1/4 of `unit`, or a NaN; None if they are many. Weights are not
+    negative, so that their bits order like integers; the bits of a NaN are a large or a negative one."""
     most = torch.tensor(_MOST_WEIGHT * unit, dtype=p.dtype, device="cpu").view(torch.int16)
-    low, high = p.view(torch.int16).aminmax()
-    return bool((low >= 0) & (high <= most))
+    bits = p.view(torch.int16)
+    low, high = bits.aminmax()
+    if bool((low >= 0) & (high <= most)):  # a third of the time of all rows
+        return []
+    again = ((bits.amin(-1) < 0) | (bits.amax(-1) > most)).nonzero()
+    return again.tolist() if len(again) <= _MOST_AGAIN else None
+
+
+def fit_forward(q, k, v, scale: float, geometry: Geometry, chunks: Chunks, scratch: Scratch) -> bool:
+    """Are rounded scores worth trying? q `[n, G, Tq, D]`, k, v `[n, Tk, .]`."""
+    blocks = eligible_blocks(geometry, chunks, q.shape[1])
+    return bool(blocks) and even(v) and invisible_forward(q, k, v, scale, blocks, scratch)
 
 
 def invisible_forward(q, k, v, scale: float, blocks: list[RowBlock], scratch: Scratch) -> bool:
@@ -88,7 +100,11 @@ def invisible_forward(q, k, v, scale: float, blocks: list[RowBlock], scratch: Sc
     shift, len_k, band = blocks[0].geometry.shift, blocks[0].geometry.len_k, blocks[0].geometry.band
     rounded = _hide(rounded, first_key(rows, shift, band), end_key(rows, shift, len_k, band))
     exact = torch.softmax(rounded + rest, -1)
-    return _small(torch.softmax(rounded, -1) - exact, exact, v, scratch)
+    # A single row may have one large weight: that is what `rows_again` is for.
+    calm = exact.amax(-1, keepdim=True) <= _MOST_WEIGHT / 2
+    if calm.sum() < calm.numel() / 2:
+        return False
+    return _small((torch.softmax(rounded, -1) - exact).mul_(calm), exact, v, scratch)
 
 
 def forward_block(q, k, v, scale: float, block: RowBlock, scratch: Scratch):
@@ -98,7 +114,15 @@ def forward_block(q, k, v, scale: float, block: RowBlock, scratch: Scratch):
     torch.baddbmm(s, q, take_columns(k, cols, scratch).mT, beta=0, alpha=scale, out=s)
     block.hide(s, cols, scratch, exact=False)
     p = torch.softmax(s, -1, out=s)
-    return torch.bmm(p, take_columns(v, cols, scratch)) if spread(p) else None
+    again = rows_again(p)
+    if again is None:
+        return None
+    out = torch.bmm(p, take_columns(v, cols, scratch))
+    for n, row in again:
+        seen = block.columns_of(row)
+        weights = torch.softmax(k[n, seen].float() @ (q[n, row].float() * scale), 0)
+        out[n, row] = weights.to(v.dtype).float() @ v[n, seen].float()
+    return out
 
 
 class BackwardWeights:
@@ -108,9 +132,9 @@ class BackwardWeights:
     near the number of columns: it puts the usual scores near 0, where bf16 is finest.
     """
 
-    def __init__(self, q, k, lse_log2, scale: float):
-        """q `[n, G, Tq, D]`; k `[n, Tk, D + 2]`, the last two columns 1; lse_log2 `[n, G, Tq, 1]`."""
-        self.unit = 2.0 ** round(math.log2(k.shape[1]) - 1)
+    def __init__(self, q, k, lse_log2, scale: float, columns: int):
+        """q `[n, G, Tq, D]`; k `[n, Tk, D + 2]`, the last two columns 1; lse_log2 `[n, G, Tq, 1]`; `columns` of a block."""
+        self.unit = 2.0 ** round(math.log2(columns) - 1)
         self._alpha = scale * LOG2E
         rest = (lse_log2 - math.log2(self.unit)) / -self._alpha
         high = rest.to(q.dtype)
@@ -129,7 +153,12 @@ class BackwardWeights:
             x = torch.bmm(q.float().mul_(self._alpha), self._k[:, rare].float().mT)
             block.hide(x, rare, scratch, exact=False)
             p[:, :, rare.start - block.start : rare.stop - block.start] = x.exp2_()
-        return p if spread(p, self.unit) else None
+        again = rows_again(p, self.unit)
+        for n, row in again or ():
+            seen = block.columns_of(row)
+            x = self._k[n, seen].float() @ (q[n, row].float() * self._alpha)
+            p[n, row, seen.start - block.start : seen.stop - block.start] = x.exp2_()
+        return None if again is None else p
 
     def invisible(self, do, blocks: list[RowBlock], scratch: Scratch) -> bool:
         """Do rounded scores leave dv of sampled keys where it is? do `[n, G, Tq, Dv]`; `blocks` are the eligible ones.

@@ -1,0 +1,80 @@
+"""Windows cut into pieces: every pair once, in views of what was given, and the results of whole sequences."""
+
+import pytest
+import torch
+
+from rowmax import Problem, testing
+from rowmax.cpu import half_scores, pieces
+from rowmax.mask import end_key, first_key
+from rowmax.plan.tile import Tile
+
+TILE = Tile(256, 8192)
+WINDOWS = ["q900 k900 d8 fp32 window(100,0)", "q900 k1100 d8 fp32 window(64,30)", "q900 k700 d8 fp32 window(10,90)"]
+
+
+def cut(problem):
+    """The pieces of a problem whose rows and keys are their own numbers."""
+    rows, keys = (torch.arange(n).view(1, -1, 1, 1).expand(1, -1, problem.heads_q, 1) for n in (problem.len_q, problem.len_k))
+    return list(pieces.pieces(problem, TILE, 0, [rows], [keys, keys]))
+
+
+@pytest.mark.parametrize("text", WINDOWS)
+def test_every_visible_pair_is_in_one_piece(text):
+    problem = Problem.parse(f"b1 h8 {text}")
+    found = torch.zeros(problem.len_q, problem.len_k, dtype=torch.int)
+    # Of k700 the first rows see nothing: `blocks.sequences` cuts them off before.
+    first = max(problem.len_q - problem.len_k - problem.band.right, 0)
+    live = Problem.parse(f"b1 h8 q{problem.len_q - first} {text.split(' ', 1)[1]}")
+    for piece in cut(live):
+        len_q, len_k, band = piece.geometry
+        shift = len_k - len_q
+        i, j = torch.arange(len_q).unsqueeze(1), torch.arange(len_k)
+        seen = (j >= first_key(i, shift, band)) & (j < end_key(i, shift, len_k, band))
+        for own_rows, own_keys in zip(piece.rows[0][:, :, 0, 0], piece.cols[0][:, :, 0, 0], strict=True):
+            found[first + own_rows.unsqueeze(1), own_keys] += seen.int()
+    i, j = torch.arange(problem.len_q).unsqueeze(1), torch.arange(problem.len_k)
+    shift = problem.len_k - problem.len_q
+    expected = (j >= first_key(i, shift, problem.band)) & (j < end_key(i, shift, problem.len_k, problem.band))
+    assert len(cut(live)) > 1
+    assert torch.equal(found, expected.int())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b1 h8 q300 k300 d8 fp32 window(100,0)",  # few rows
+        "b1 h8 q900 k900 d8 fp32 causal",
+        "b1 h8 q900 k900 d8 fp32 window(100,0) alibi",  # distances count from the diagonal
+        "b1 h8 q900 k900 d8 fp32 window(100,0) dropout=0.1",
+        "b1 h8 q900 k900 d8 fp32 window(100,0) mask(k)",
+    ],
+)
+def test_what_stays_whole(text):
+    assert len(cut(Problem.parse(text))) == 1
+
+
+@pytest.mark.parametrize("kind", ["normal", "v_onehot"])
+@pytest.mark.parametrize(
+    "text", ["b2 h4/2 q500 k520 d16 bf16 window(200,20)", "b1 h4 q500 k500 d8 fp32 softcap=9.0 window(200,0) sink"]
+)
+def test_results(text, kind):
+    problem = Problem.parse(text)
+    operands = testing.operands(problem, kind)
+    for want in (True, False):
+        with torch.no_grad(), testing.poisoned():
+            results = testing.attend(problem, operands, return_lse=want)
+        report = testing.check_forward(problem, operands, *(results if want else (results,)))
+        assert report.ok, str(report)
+
+
+def test_rounded_scores_are_decided_for_the_whole(monkeypatch):
+    problem = Problem.parse("b1 h2 q1500 k1500 d64 bf16 window(256,0)")
+    asked, tried = [], []
+    for name, found in (("fit_forward", asked), ("forward_block", tried)):
+        original = getattr(half_scores, name)
+        monkeypatch.setattr(half_scores, name, lambda *given, of=original, found=found: found.append(of(*given)) or found[-1])
+    with torch.no_grad():
+        testing.attend(problem, testing.operands(problem), return_lse=False)
+    assert asked == [True]
+    assert tried
+    assert all(t is not None for t in tried)
