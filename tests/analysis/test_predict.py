@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rowmax import Device, PagedProblem, Plan, Problem, Unsupported
+from rowmax.analysis import report
 from rowmax.analysis.predict import Constants, predict
 from rowmax.analysis.verdict import UNITS, VERDICTS, nearly, verdict_of
 from rowmax.device import Rates
@@ -167,6 +168,12 @@ def test_what_has_no_model_says_so():
         predict(Problem.parse("b1 h2 q64 k64 d64 bf16"), H200, Plan.parse("hopper[128x128 s2 q1 static]"), direction="backward")
     with pytest.raises(Unsupported):
         predict(Problem.parse("b1 h2 q64 k64 d64 bf16"), Device.named("V100"))
+
+
+def test_a_call_without_work_is_a_launch():
+    for device in ("H200", "cpu"):
+        found = report.explain(Problem.parse("b1 h2 q0 k10 d64 bf16"), Device.named(device))
+        assert found["verdict"] == "launch"
 
 
 def test_constants_are_positive():

@@ -265,8 +265,8 @@ class _Model:
     def shares(self, kernels: list[Launch], main: Launch) -> dict[str, float]:
         """Of the time, by verdict (`verdict.py`)."""
         seconds, cycles = self.kernel_seconds(main), self.cycles(main)
-        if not seconds or not cycles:
-            return dict.fromkeys(VERDICTS, 0.0)
+        if not seconds or not cycles:  # nothing to compute
+            return {**dict.fromkeys(VERDICTS, 0.0), "launch": 1.0}
         clock = self._clock(main, cycles, "")
         tasks, at_once = self.tasks(main)
         whole = seconds * clock * self._sms

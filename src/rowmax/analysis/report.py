@@ -237,8 +237,10 @@ def _try(problem: Problem, device: Device, plan: "str | Plan", lengths: Optional
 
 def what_ifs(problem: Problem, device: Device, mine: Prediction) -> list[dict[str, Any]]:
     """`{what, problem, predicted_ms, times, gain}`: `times` of this call's time, `gain` in pairs a second."""
-    found = []
-    rate = pairs_of(problem) / mine.seconds if mine.seconds else 0.0
+    found: list[dict[str, Any]] = []
+    if not mine.seconds:  # nothing to compute, on a CPU
+        return found
+    rate = pairs_of(problem) / mine.seconds
     for what, change in _changes(problem):
         try:
             other = problem.with_(**change)
