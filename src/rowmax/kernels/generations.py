@@ -80,9 +80,9 @@ def warp_split_calls(problem: Problem, operands: Operands, tile: WarpTile, out, 
     )
     forward = Call(warp_split_kernel, programs, tensors, numbers, tile)
     numbers = (
-        *(_strides(q), _strides(k), _strides(v), _strides(out), scale_log2, band, problem.batch, problem.heads_q, tiles),
+        *(_strides(q), _strides(k), _strides(v), _strides(out), scale_log2, None, band, problem.batch, problem.heads_q, tiles),
         *(programs, problem.len_q, problem.len_k, problem.group, problem.dim_qk, problem.dim_v),
-        *(_padded(problem.dim_qk), _padded(problem.dim_v), tile.block_m, GUARDED, False),
+        *(_padded(problem.dim_qk), _padded(problem.dim_v), tile.block_m, GUARDED, False, False),
     )
-    guard = Call(guard_kernel, -(-programs // GUARDED), tensors, numbers, Tile(GUARDED, 1, 4, 1))
+    guard = Call(guard_kernel, -(-programs // GUARDED), (*tensors, None, None), numbers, Tile(GUARDED, 1, 4, 1))
     return forward, guard
