@@ -1,5 +1,6 @@
 """The Hopper backward simulated on the CPU: right results, no deadlock, no race, and mutants that must fail."""
 
+import functools
 import os
 
 import pytest
@@ -141,6 +142,14 @@ def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where,
 
 
 def non_finite(where, text, tile=WIDE, **options):
+    problem, given, expected = portable_non_finite(where, text)
+    *grads, suspect = simulate_backward.backward(problem, given[0], HopperBackwardTile.parse(tile), *given[1:], **options)
+    return grads, suspect, expected
+
+
+@functools.cache
+def portable_non_finite(where, text):
+    """`(problem, (operands, out, lse, d_out, d_lse), gradients by the portable kernels)` with one NaN in `where`."""
     from rowmax import Device, plan
     from rowmax.kernels import launch
 
@@ -153,9 +162,7 @@ def non_finite(where, text, tile=WIDE, **options):
     out, lse = testing.attend(problem, operands)
     portable = plan(problem, Device.named("H200"), direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
     expected = launch.backward(problem, operands, out, lse, d_out, d_lse, (True, True, True), portable)
-    tile = HopperBackwardTile.parse(tile)
-    *grads, suspect = simulate_backward.backward(problem, operands, tile, out, lse, d_out, d_lse, **options)
-    return grads, suspect, expected
+    return problem, (operands, out, lse, d_out, d_lse), expected
 
 
 @pytest.mark.parametrize("name", canaries.HOSTILE)
