@@ -210,7 +210,7 @@ def test_what_a_turn_moves_in_shared_memory_is_what_the_model_says():
 
     for (device, text, tile), found in zip(BUILDS, builds(), strict=True):
         gpu = Device.named(device)
-        (launch, _) = launches(Problem.parse(text), gpu, Rates.of(gpu), Plan.parse(f"warp_split[{tile}]"))
+        *_, launch, _ = launches(Problem.parse(text), gpu, Rates.of(gpu), Plan.parse(f"warp_split[{tile}]"))
         counted = found["read"] + found["written"]
         assert abs(launch.turn.shared_bytes / counted - 1) < 0.1, (device, text, tile, launch.turn.shared_bytes, counted)
         assert launch.turn.barriers == found["barriers"]
