@@ -147,12 +147,12 @@ def _cases() -> list[Case]:
 
     for dtype in ("bf16", "fp32", "fp64"):
         add("mods", f"b2 h4/2 q20 k33 d16 {dtype} causal mod(everything)")
-    add("mods", "b2 h4/2 q33 k20 d16 bf16 softcap=2.0 alibi(batch) sink bias(hqk) mask(bk) mod(everything)", "spiky")
-    add("mods", "b3 h4/2 q60 k70 d16 fp16 packed causal mod(everything) dropout=0.2")
+    add("mods", "b2 h2/1 q18 k16 d16 bf16 softcap=2.0 alibi(batch) sink bias(hqk) mask(bk) mod(everything)", "spiky")
+    add("mods", "b3 h4/2 q24 k28 d16 fp16 packed causal mod(everything) dropout=0.2")
     add("mods", "b1 h2/1 q20 k37 d16 fp32 window(9,2) mod(own_cap) scale=-0.3", "spiky")
-    add("mods", "b1 h2/1 q17 k40 d64 fp16 causal mod(distance)", "nan(k)", "nan(v)", "shift(-120)")
+    add("mods", "b1 h2/1 q16 k20 d16 fp16 causal mod(distance)", "nan(k)", "nan(v)")
     add("mods", "b1 h2 q19 k20 d16 bf16 mod(every_other)")
-    add("mods", "b1 h2/1 q40 k40 d16 fp32 window(6,0) sink_tokens=2 mod(everything)")
+    add("mods", "b1 h2/1 q20 k20 d16 fp32 window(6,0) sink_tokens=2 mod(everything)")
     for size in ("q600 k600 d64", "q1000 k1024 d128"):
         for name in ("distance", "own_cap", "everything", "every_other"):
             add("mods", f"b2 h8/2 {size} bf16 causal mod({name})", "normal", "spiky", large=True)

@@ -3,6 +3,7 @@
 import torch
 
 import rowmax
+import score_mods  # noqa: F401, makes the functions that problems name
 from rowmax import Problem, reference, testing
 from rowmax.numerics import UNIT_ROUNDOFF
 
@@ -77,6 +78,45 @@ def second_order_is_the_definition():
         "b1 h2 q100 k120 d256 bf16",
     ):
         compared(text)
+
+
+@check
+def second_order_of_biases_masks_dropout_and_mods_is_the_cpu_s(device="cuda"):
+    """In fp32, where kernels compute the first order, beside fp64 on the CPU, which `test_second_order.py` holds to the
+    definition; errors at most twice those of fp32 on the CPU, and 16 units of the largest number."""
+    for text in (
+        "b2 h4/2 q200 k230 d64 {} causal bias(hqk) mask(bk)",
+        "b1 h2 q200 k200 d64 {} causal bias(1) dropout=0.2",
+        "b2 h4/2 q150 k150 d64 {} causal softcap=3.0 mod(everything)",
+        "b3 h4/2 q200 k200 d64 {} packed causal dropout=0.1 mod(everything)",
+    ):
+        operands = testing.operands(Problem.parse(text.format("fp32")))
+        found, same, exact = (
+            second_order(text, operands, *where) for where in ((device, "fp32"), ("cpu", "fp32"), ("cpu", "fp64"))
+        )
+        for number, (got, other, want) in enumerate(zip(found, same, exact, strict=True)):
+            error, allowed = (float((t - want).abs().max()) for t in (got, other))
+            bound = 2 * allowed + 16 * UNIT_ROUNDOFF["fp32"] * float(want.abs().max())
+            assert error <= bound, f"'{text}' {number}: {error:.3g}, allowed {bound:.3g}"
+
+
+def second_order(text: str, operands, device: str, dtype: str) -> list:
+    """Tangents, and gradients of gradients, by q, k, v and the bias, as fp64 on the CPU."""
+    problem, wide = Problem.parse(text.format(dtype)), {"fp32": torch.float32, "fp64": torch.float64}[dtype]
+    moved = [None if t is None else t.to(device) for t in operands]
+    moved = [t.to(wide) if t is not None and t.is_floating_point() else t for t in moved]
+    tensors = type(operands)(*moved)
+    names = ("q", "k", "v", *["bias"] * (tensors.bias is not None))
+    inputs = tuple(torch.nan_to_num(getattr(tensors, name), neginf=0.0) for name in names)
+    generator = torch.Generator().manual_seed(7)
+    direction = tuple(torch.randn(t.shape, generator=generator).to(device, wide) for t in inputs)
+
+    def attend(*x):
+        out, lse = testing.attend(problem, tensors._replace(**dict(zip(names, x, strict=True))))
+        return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+    mixtures = (forward_mode, backward_through_backward)
+    return [t.detach().double().cpu() for mixture in mixtures for t in mixture(attend, inputs, direction)]
 
 
 @check

@@ -67,7 +67,37 @@ def near_in_torch(score, batch, head, row, col):
     return torch.where((row - col) % 2 == 0, score, -torch.inf)
 
 
+@triton.jit
+def root(score, batch, head, row, col, strength):
+    return score * tl.sqrt(strength * (row - col))
+
+
+@triton.jit
+def root_slope(score, batch, head, row, col, strength):
+    return tl.sqrt(strength * (row - col))
+
+
+def root_in_torch(score, batch, head, row, col, strength):
+    return score * torch.sqrt(strength * (row - col))
+
+
+@triton.jit
+def safe_root(score, batch, head, row, col, strength):
+    return score * tl.sqrt(strength * tl.abs(row - col))
+
+
+@triton.jit
+def safe_root_slope(score, batch, head, row, col, strength):
+    return tl.sqrt(strength * tl.abs(row - col))
+
+
+def safe_root_in_torch(score, batch, head, row, col, strength):
+    return score * torch.sqrt(strength * (row - col).abs())
+
+
 DISTANCE = rowmax.ScoreMod(distance, one, name="distance", reference=distance_in_torch)
 CAP = rowmax.ScoreMod(own_cap, own_cap_slope, name="own_cap", reference=own_cap_in_torch)
 EVERYTHING = rowmax.ScoreMod(everything, everything_slope, name="everything", reference=everything_in_torch)
+ROOT = rowmax.ScoreMod(root, root_slope, name="root", reference=root_in_torch)  # NaN behind the diagonal
+SAFE_ROOT = rowmax.ScoreMod(safe_root, safe_root_slope, name="safe_root", reference=safe_root_in_torch)
 HALF = rowmax.ScoreMod(near, near_slope, name="every_other", reference=near_in_torch)

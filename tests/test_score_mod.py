@@ -66,6 +66,18 @@ def test_the_last_query_of_a_sequence_alone_is_its_last_row():
     torch.testing.assert_close(last[:, 0], whole[:, -1])
 
 
+def test_what_it_makes_of_hidden_pairs_has_no_effect(backend, device):
+    """NaN, as value and as derivative."""
+    if not runs(backend, score_mods.ROOT):
+        pytest.skip(f"{backend} calls no score_mod")
+    mask = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(1)).to(device) < 0.7
+    inputs = [t.to(device).requires_grad_() for t in random_call(torch.float32)]
+    options = ({"causal": True}, {"causal": True, "mask": mask}, {"mask": mask.tril(3)})
+    for option in options:
+        pair = [results(inputs, plan=backend, score_mod=mod(0.5), **option) for mod in (score_mods.ROOT, score_mods.SAFE_ROOT)]
+        assert all(torch.equal(one, other) for one, other in zip(*pair, strict=True)), option
+
+
 def test_gradcheck():
     problem = Problem.parse("b2 h2/1 q3 k5 d3 fp64 causal softcap=1.5 alibi sink bias(qk) mod(everything)")
     operands = testing.operands(problem)

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rowmax
-from rowmax import Problem, ops, ops_second, reference, second_order, testing
+import score_mods
+from rowmax import Problem, Unsupported, ops, ops_second, reference, second_order, testing
 from rowmax.numerics import UNIT_ROUNDOFF
 from rowmax.plan.tile import Tile
 
@@ -72,13 +73,14 @@ def forward_mode(attend, inputs, direction):
 
 
 def forward_mode_of_gradient(attend, inputs, direction):
-    gradient = torch.func.grad(lambda *x: curved(attend(*x)), (0, 1, 2))
+    gradient = torch.func.grad(lambda *x: curved(attend(*x)), tuple(range(len(inputs))))
     return torch.func.jvp(gradient, inputs, direction)[1]
 
 
 def gradient_of_forward_mode(attend, inputs, direction):
     """As a loss on how fast a model's result changes."""
-    return torch.func.grad(lambda *x: curved(torch.func.jvp(attend, x, direction)[1]), (0, 1, 2))(*inputs)
+    every = tuple(range(len(inputs)))
+    return torch.func.grad(lambda *x: curved(torch.func.jvp(attend, x, direction)[1]), every)(*inputs)
 
 
 def mean_flow(attend, inputs, direction):
@@ -229,7 +231,7 @@ def test_memory_is_linear_in_the_length(monkeypatch):
         direction = second_order.Direction(*operands[:3], None)
         runs = {
             "forward mode": lambda *a: second_order.forward_mode(*a[:2], *a[2][2:], a[3]),
-            "derivatives": lambda *a: second_order.derivatives(*a[:2], *a[2], a[3], (True, True, True)),
+            "derivatives": lambda *a: second_order.derivatives(*a[:2], *a[2], a[3], (True, True, True, False)),
             "backward mode": lambda *a: second_order.backward_mode(*a[:2], a[2], a[2], a[3]),
         }
         for name, run in runs.items():
@@ -299,11 +301,11 @@ def test_operators_pass_the_library_s_checks():
     operands = testing.operands(problem)
     out, lse = testing.attend(problem, operands)
     given = (*testing.cotangents(problem), out, lse)
-    call = (*operands[:3], None, None, None, None, None, None, None, None, 0, False, "", 0.0)
-    along = (*operands[:3], None)
+    call = (*operands[:3], *(None,) * 12, 0, False, "", 0.0, 0.0, "", None, None, None)
+    along = (*operands[:3], None, None)
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops_second.FORWARD_MODE, (out, lse, *along, *call), test_utils=utils)
-    torch.library.opcheck(ops_second.DERIVATIVES, ((True, False, True), *given, *along, *call), test_utils=utils)
+    torch.library.opcheck(ops_second.DERIVATIVES, ((True, False, True, False), *given, *along, *call), test_utils=utils)
     torch.library.opcheck(ops_second.BACKWARD_MODE, (*given, *given, *along, *call), test_utils=utils)
 
 
@@ -383,12 +385,12 @@ def test_bent_scores(text):
     found = second_order.backward_mode(problem, operands, given, (*nothing, *t_given), moved)
     close(found[: len(leaves)], wanted, "backward mode")
 
-    by = second_order.derivatives(problem, operands, *given, moved, (True, True, True))
+    by = second_order.derivatives(problem, operands, *given, moved, (True, True, True, False))
     close((by[0], torch.where(torch.isneginf(lse), 0.0, by[1])), finite, "by the gradients of the results")
     numbers = (problem.max_len_q, problem.max_len_k, problem.scale, *problem.band, False, "", problem.softcap)
     tensors = (*operands[:5], operands.slopes, operands.sink)
     through = torch.ops.rowmax.backward_scored([True, True, True, problem.sink], by[2], by[3], out, lse, *tensors, *numbers)
-    close([a + b for a, b in zip(by[4:], through, strict=True)][: len(leaves)], wanted, "derivatives")
+    close([a + b for a, b in zip(by[4:8], through, strict=True)][: len(leaves)], wanted, "derivatives")
 
 
 @pytest.mark.parametrize("mixture", MIXTURES, ids=lambda f: f.__name__)
@@ -452,3 +454,119 @@ def test_huge_scores_stay_finite():
     along = tuple(torch.ones_like(t) for t in inputs)
     for t in (*forward_mode(ours, inputs, along), *backward_through_backward(ours, inputs, along)):
         assert bool(torch.isfinite(t).all())
+
+
+# ---- biases, masks, dropout, score_mod -----------------------------------------------------------------------------
+
+PAIRED = {
+    "bias": "b2 h4/2 q6 k9 d3 fp64 causal softcap=1.5 bias(hqk)",
+    "broadcast bias and sink": "b2 h2 q7 k9 d3 fp64 sink bias(bk)",
+    "mask": "b2 h2/1 q9 k6 d3/2 fp64 mask(bqk)",
+    "both": "b2 h4/2 q8 k8 d3 fp64 window(5,2) alibi bias(q) mask(hqk)",
+    "dropout": "b2 h4/2 q6 k9 d3 fp64 causal bias(1) dropout=0.3",
+    "mod": "b2 h4/2 q6 k9 d3 fp64 causal softcap=1.5 bias(qk) mask(k) mod(everything)",
+    "a mod alone": "b1 h2 q9 k6 d3 fp64 causal mod(everything)",
+    "packed": "b2 h4/2 q12 k10 d3 fp64 packed causal dropout=0.2 mod(everything)",
+    "sink tokens": "b1 h2 q9 k12 d3 fp64 window(2,0) sink_tokens=2",
+}
+
+
+def paired(text, seed=0):
+    """As `make`, also of the bias, which is finite here: products of -inf are no derivatives."""
+    problem = Problem.parse(text)
+    operands = testing.operands(problem, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 5)
+    inputs = list(operands[:3])
+    if operands.bias is not None:
+        inputs.append(torch.randn(operands.bias.shape, generator=generator, dtype=torch.float64))
+        operands = operands._replace(bias=inputs[3])
+    sequences = testing.pieces.split(problem, operands)[0]
+
+    def finite(out, lse):
+        return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+    def ours(*x):
+        return finite(*testing.attend(problem, operands._replace(**dict(zip(("q", "k", "v", "bias"), x, strict=False)))))
+
+    def definition(q, k, v, bias=None):
+        """Sequence by sequence, as the acceptance rule has it."""
+        outs, lses = [], []
+        for sequence in sequences:
+            for piece in sequence.pieces:
+                lead = () if problem.packed else piece.where[0]
+                added = None if operands.slopes is None else reference.alibi(operands.slopes, problem.len_q, problem.len_k)
+                if bias is not None:
+                    own = bias[lead if bias.shape[0] > 1 else 0]
+                    added = own if added is None else added + own
+                seen = piece.seen
+                if operands.mask is not None:
+                    seen = reference.visible(problem.len_q, problem.len_k, *problem.band)
+                    seen = seen & operands.mask[lead if operands.mask.shape[0] > 1 else 0]
+                out, lse = reference.attention(
+                    *(t[where][None] for t, where in ((q, piece.where), (k, sequence.keys), (v, sequence.keys))),
+                    scale=problem.scale,
+                    seen=seen,
+                    softcap=problem.softcap,
+                    bias=added,
+                    sink=operands.sink,
+                    kept=piece.kept,
+                    dropout_p=problem.dropout,
+                    score_mod=None if piece.mod is None else piece.mod.bend,
+                )
+                outs.append(out[0])
+                lses.append(lse[0])
+        if problem.packed:
+            return finite(torch.cat(outs), torch.cat(lses, 1))
+        return finite(torch.stack(outs), torch.stack(lses))
+
+    direction = tuple(torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in inputs)
+    return problem, ours, definition, tuple(inputs), direction
+
+
+@pytest.mark.parametrize("text", PAIRED.values(), ids=PAIRED)
+def test_what_hides_adds_drops_and_bends(text):
+    """All mixtures, with the bias among what they differentiate by."""
+    _, ours, definition, inputs, direction = paired(text)
+    for mixture in MIXTURES:
+        close(mixture(ours, inputs, direction), mixture(definition, inputs, direction), f"{mixture.__name__} of '{text}'")
+
+
+@pytest.mark.parametrize("text", ["b1 h2/1 q3 k4 d2 fp64 causal bias(hqk) mask(k) dropout=0.3", "b1 h2 q3 k3 d2 fp64 bias(k)"])
+def test_finite_differences_with_a_bias(text):
+    _, ours, _, inputs, _ = paired(text)
+    leaves = tuple(t.requires_grad_() for t in inputs)
+    assert torch.autograd.gradgradcheck(ours, leaves, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True)
+    assert torch.autograd.gradcheck(ours, leaves, check_forward_ad=True, fast_mode=True)
+
+
+def test_hidden_pairs_have_no_effect_to_second_order():
+    """NaN in what a mask hides from all; a bias of -inf hides alike."""
+    mask = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[..., 3:5] = mask[:, :, 4] = False
+    _, _, _, inputs, direction = make("b2 h4/2 q9 k12 d3 fp64")
+    dirty = [t.clone() for t in inputs]
+    dirty[1][:, 3:5] = dirty[2][:, 3:5] = torch.nan
+    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+
+    def attend(**options):
+        def of(*x):
+            out, lse = rowmax.attention(*x, return_lse=True, **options)
+            return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+        return of
+
+    for mixture in (forward_mode, backward_through_backward, forward_mode_of_gradient, gradient_of_forward_mode):
+        wanted = mixture(attend(mask=mask), inputs, direction)
+        for options in ({"mask": mask}, {"bias": bias}, {"mask": mask, "score_mod": score_mods.EVERYTHING(0.0, 0.0)}):
+            if "score_mod" in options:  # it scales each sequence's scores
+                wanted = mixture(attend(**options), inputs, direction)
+            close(mixture(attend(**options), tuple(dirty), direction), wanted, f"{mixture.__name__} {list(options)}")
+
+
+def test_a_mod_for_kernels_alone_has_no_second_order():
+    alone = rowmax.ScoreMod(score_mods.distance, score_mods.one, name="alone")
+    problem = Problem.parse(f"b1 h2 q3 k4 d3 fp32 mod({alone.key})")
+    operands = testing.operands(problem)
+    out, lse = torch.zeros(1, 3, 2, 3), torch.zeros(1, 2, 3)
+    with pytest.raises(Unsupported, match="without reference="):
+        second_order.forward_mode(problem, operands, out, lse, second_order.Direction(*operands[:3]))

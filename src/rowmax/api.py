@@ -91,8 +91,7 @@ def attention(
     Returns:
         out `[B, Tq, Hq, Dv]` in the inputs' dtype; with `return_lse` also lse `[B, Hq, Tq]`, fp32, natural logarithm. A query
         that sees no key gives 0 and -inf (the sink, if there is one). Gradients flow to q, k, v, the sink and the
-        bias through both results: to first order, and without bias, mask and dropout to second order, with forward
-        mode (`torch.func.jvp`), in linear memory.
+        bias through both results, to first and to second order, with forward mode (`torch.func.jvp`), in linear memory.
 
     Raises:
         ProblemError: the arguments contradict each other; the message says what arrived, what is required and the fix.

@@ -108,39 +108,19 @@ class _Masked(torch.autograd.Function):
         return None, dq, dk, dv, None, None, None, dsink, dbias, *nothing
 
 
-class _FirstOrderOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        return ops.below_autograd(BACKWARD_MASKED, *arguments)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(
-            "double backward (second-order gradients) through rowmax attention with a bias, a mask or dropout is not "
-            "implemented; use rowmax.reference.attention, which autograd differentiates to any order."
-        )
-
-
 def _forward_autograd(*arguments):
     leaves = (*arguments[1:4], *arguments[1 + _SINK : 2 + _BIAS])
     if arguments[_SINK] is not None and ops._requires_grad(arguments[_SINK]):
         raise NotImplementedError("a gradient of ALiBi slopes is not implemented: pass alibi_slopes.detach().")
-    if ops.in_forward_mode() and any(t is not None and _has_tangent(t) for t in leaves):
-        raise NotImplementedError(
-            "forward-mode differentiation (jvp) through rowmax attention with a bias, a mask or dropout is not implemented; "
-            "use rowmax.reference.attention."
-        )
+    if ops._transformed():
+        return ops.second().forward(ops.second().MASKED, *arguments)
     return _Masked.apply(*arguments) if ops._requires_grad(*leaves) else ops.below_autograd(FORWARD_MASKED, *arguments)
 
 
-def _has_tangent(t) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
-
-
 def _backward_autograd(*arguments):
-    given, call = arguments[1:3], arguments[5:]
-    if ops._requires_grad(*given, *call[:3], *call[_SINK : _BIAS + 1]):
-        return _FirstOrderOnly.apply(*arguments)
+    given, call = arguments[1:5], arguments[5:]
+    if ops._requires_grad(*given, *call[:3], *call[_SINK : _BIAS + 1]) or ops._transformed():
+        return ops.second().backward(ops.second().MASKED, *arguments)
     return ops.below_autograd(BACKWARD_MASKED, *arguments)
 
 

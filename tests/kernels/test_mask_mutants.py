@@ -1,4 +1,4 @@
-"""Tests of the tests of masks, biases and dropout: one-line faults, each of which must be noticed."""
+"""Tests of the tests of masks, biases, dropout and functions of scores: one-line faults, each of which must be noticed."""
 
 import os
 
@@ -38,8 +38,19 @@ DROPOUT_MUTANTS = {
     ),
     "dropout's factor left out of dV": (BACKWARD, "tl.where(keep, p * drop[3], 0.0)", "tl.where(keep, p, 0.0)", 1),
 }
+MOD, TILE_OPS = "kernels/triton/score_mod.py", "kernels/tile_ops.py"
+MOD_MUTANTS = {
+    "every sequence is the first": (MOD, "sequence = tl.cast(mod[5], tl.int32)", "sequence = 0 * tl.cast(mod[5], tl.int32)", 1),
+    "numbers of the first head": (MOD, "n * mod[4] + head", "n * mod[4]", 1),
+    "rows counted from the first query": (MOD, "rows = rows + shift", "rows = rows + 0 * shift", 1),
+    "head of the group's first in dK": (BACKWARD, "None if mod is None else first_head + member", "first_head", 1),
+    "soft-cap's derivative forgotten": (TILE_OPS, "gain = slope if cap is None else gain * slope", "gain = slope", 1),
+}
+MOD_CASES = [("b2 h2/1 q16 k18 d16 fp32 softcap=2.0 mod(everything)", "spiky", "contiguous", None)]
 CPU_MUTANTS = {
-    "mask ignored": (SCORES, "masked_fill_(~_of_tile", "masked_fill_(0 * _of_tile", 1),
+    "a mod's derivative forgotten": (SCORES, "slope if gain is None else gain.mul_(slope)", "gain", 1),
+    "a mod's columns from the first kept": (SCORES, "+ self.first_col\n", "\n", 1),
+    "mask ignored": (SCORES, "masked_fill_(~of_tile", "masked_fill_(0 * of_tile", 1),
     "bias in base e": (SCORES, "(bias * LOG2E)", "(bias * 1.0)", 1),
     "no finite pivot": (CPU_FORWARD, "        if blind:\n            m.masked", "        if False:\n            m.masked", 1),
     "rows without keys have weights": (CPU_BACKWARD, "== -math.inf, math.inf)", "== -math.inf, -math.inf)", 1),
@@ -66,6 +77,7 @@ CPU_CASES = [
     ("b2 h2/1 q20 k18 d16 fp32 causal dropout=0.3", "normal", "contiguous", None),
     ("b1 h2 q20 k20 d16 fp16 mask(qk)", "nan(v)", "contiguous", None),
     ("b1 h2 q20 k20 d16 fp32 mask(qk)", "nan(q)", "contiguous", None),
+    ("b1 h2 q8 k20 d16 fp32 window(3,0) mod(everything)", "normal", "contiguous", None),
 ]
 KERNEL_PLAN, CPU_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]", "tiled[8x16, 8x16, 8x16]"
 
@@ -84,6 +96,13 @@ def test_dropout_mutant_is_killed(name, tmp_path):
         assert killed_by(DROPOUT_CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@pytest.mark.parametrize("name", MOD_MUTANTS)
+def test_mod_mutant_is_killed(name, tmp_path):
+    with replaced("kernels", [MOD_MUTANTS[name]], tmp_path):
+        assert killed_by(MOD_CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+
+
 @pytest.mark.parametrize("name", CPU_MUTANTS)
 def test_cpu_mutant_is_killed(name, tmp_path):
     with replaced("cpu", [CPU_MUTANTS[name]], tmp_path):
@@ -93,4 +112,4 @@ def test_cpu_mutant_is_killed(name, tmp_path):
 def test_what_is_not_mutated_lives():
     assert killed_by(CPU_CASES, CPU_PLAN) is None
     if os.environ.get("TRITON_INTERPRET") == "1":
-        assert killed_by(DROPOUT_CASES, KERNEL_PLAN) is None
+        assert killed_by(DROPOUT_CASES + MOD_CASES, KERNEL_PLAN) is None

@@ -8,13 +8,26 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from rowmax.device import Device
 from rowmax.errors import Unsupported
 from rowmax.paged import PagedProblem
 from rowmax.plan import CANDIDATES, PAGED, by_table
 from rowmax.problem import Problem
+from rowmax.score_mod import ScoreMod
 
+
+def _same(score, batch, head, row, col):
+    return score
+
+
+def _one(score, batch, head, row, col):
+    return 1.0
+
+
+# Stands for every `ScoreMod` that has all its functions. Nothing runs it, so that these need not be Triton's.
+ScoreMod(*(SimpleNamespace(fn=one, arg_names=()) for one in (_same, _one)), name="feature", reference=_same)
 BASE = "b4 h32/8 q4096 k4096 d128"
 # What -> the words of a problem that has it.
 FEATURES = {
@@ -35,6 +48,7 @@ FEATURES = {
     "an added bias, with its gradient": "bf16 causal bias(hqk)",
     "a boolean mask": "bf16 causal mask(bqk)",
     "dropout": "bf16 causal dropout=0.1",
+    "a function of scores, `score_mod`": "bf16 causal mod(feature)",
     "a paged cache": "bf16 causal paged16",
 }
 BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"

@@ -135,16 +135,19 @@ class _Chunk:
         shape = (*q_log2.shape[:2], cols.stop - cols.start)
         x = scratch("s", shape, self.compute)
         unit_log2, gain = math.log2(self.unit), None
+        exact = self.scores is not None and self.scores.any_number
         lse_log2 = take_rows(block, self.lse_log2) - unit_log2
         if self.scores is None:
             torch.baddbmm(lse_log2, q_log2, self._wide[:, cols].mT, beta=-1, out=x)
         else:
             torch.bmm(q_log2, self._wide[:, cols].mT, out=x)
             gain = self.scores.bend(x, block, cols, want_gain=True)
-            self.scores.hide(x, block, cols, exact=False)
+            self.scores.hide(x, block, cols, exact)
             x.sub_(lse_log2)
-        block.hide(x, cols, scratch, exact=False)
+        block.hide(x, cols, scratch, exact)
         p = (x.clamp_(max=unit_log2) if self._huge else x).exp2_()
+        if exact and gain is not None:
+            gain.masked_fill_(p == 0, 0.0)
         narrow = p if p.dtype == self.q.dtype else scratch("p", shape, self.q.dtype).copy_(p)
         # Multiplied before it is rounded: the product of rounded ones would be off by one rounding more.
         return narrow, narrow if gain is None else gain.mul_(p).to(self.q.dtype)

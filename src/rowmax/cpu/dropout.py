@@ -1,4 +1,5 @@
-"""Which weights dropout keeps, on the CPU: the generator of `kernels/triton/dropout.py`, in 64-bit integers.
+"""Which weights dropout keeps, in torch: the generator of `kernels/triton/dropout.py`, in 64-bit integers. On the CPU, and of
+second order on any device.
 
     draw_ij = word j % 4 of Philox4x32-7(counter = (j // 4, i, head, sequence), key = seed),  kept iff draw_ij // 2 >= p 2^31
 
@@ -45,8 +46,8 @@ class Dropout(NamedTuple):
         """Boolean `[b, Hk, G, rows, cols]`."""
         start, stop = cols.start + self.first_col, cols.stop + self.first_col
         first = start // 4
-        quads = torch.arange(first, -(-stop // 4), device="cpu")
-        i = torch.arange(rows.start + self.first_row, rows.stop + self.first_row, device="cpu").unsqueeze(1)
+        quads = torch.arange(first, -(-stop // 4), device=self.heads.device)
+        i = torch.arange(rows.start + self.first_row, rows.stop + self.first_row, device=self.heads.device).unsqueeze(1)
         words = philox((quads, i, self.heads, self.sequences), self.seed)
         draws = torch.stack(words, -1).flatten(-2)  # [b, Hk, G, rows, 4 * quads]
         return (draws >> 1)[..., start - 4 * first : stop - 4 * first] >= self.below

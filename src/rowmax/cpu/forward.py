@@ -117,6 +117,7 @@ def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded, scores=None, 
     """Attention of the rows over one tile's columns and a `sink`. Scores that are `bounded` need no maximum as a pivot."""
     s = torch.bmm(q, k[:, cols].mT, out=scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype))
     if scores is not None:
+        exact = exact or scores.any_number
         scores.bend(s, block, cols)
         scores.hide(s, block, cols, exact)
     block.hide(s, cols, scratch, exact)

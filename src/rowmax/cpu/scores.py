@@ -35,9 +35,9 @@ class Mod(NamedTuple):
     numbers: tuple[torch.Tensor, ...]
     first_col: int
 
-    def part(self, cut) -> "Mod":
-        numbers = tuple(number[:, cut[1]] for number in self.numbers)
-        return self._replace(sequences=self.sequences[cut[0]], heads=self.heads[:, cut[1]], numbers=numbers)
+    def part(self, place) -> "Mod":
+        numbers = tuple(number[:, place[1]] for number in self.numbers)
+        return self._replace(sequences=self.sequences[place[0]], heads=self.heads[:, place[1]], numbers=numbers)
 
     def where(self, block: RowBlock, cols: slice) -> tuple[torch.Tensor, ...]:
         """What the function takes beside the scores `[b, Hk, G, rows, cols]` of a tile."""
@@ -78,7 +78,7 @@ class Scores(NamedTuple):
             per_head.append(t)
         first = (slice(problem.len_q - rows.shape[1], None), slice(problem.len_k - cols.shape[1], None))
         bias, mask, gradient = (
-            None if t is None else _cut(by_group(problem, t), *_ALL, *first)
+            None if t is None else cut(by_group(problem, t), *_ALL, *first)
             for t in (operands.bias, operands.mask, bias_gradient)
         )
         slopes, sink = per_head
@@ -91,15 +91,20 @@ class Scores(NamedTuple):
         """May rows see nothing, wherever they are?"""
         return self.bias is not None or self.mask is not None or self.mod is not None
 
-    def part(self, cut) -> "Scores":
-        """Those of the sequences and KV heads of `cut`, folded."""
-        slopes, sink = (None if t is None else t[cut].flatten(0, 1) for t in self[1:3])
-        bias, mask, gradient = (None if t is None else _cut(t, *cut) for t in (self.bias, self.mask, self.bias_gradient))
-        sizes = [len(range(*one.indices(size))) for one, size in zip(cut, self.sizes, strict=False)]
+    @property
+    def any_number(self) -> bool:
+        """May scores that nobody sees be NaN or infinite, and so may their derivatives?"""
+        return self.mod is not None
+
+    def part(self, place) -> "Scores":
+        """Those of the sequences and KV heads of `place`, folded."""
+        slopes, sink = (None if t is None else t[place].flatten(0, 1) for t in self[1:3])
+        bias, mask, gradient = (None if t is None else cut(t, *place) for t in (self.bias, self.mask, self.bias_gradient))
+        sizes = [len(range(*one.indices(size))) for one, size in zip(place, self.sizes, strict=False)]
         dropout = self.dropout
         if dropout is not None:
-            dropout = dropout._replace(heads=dropout.heads[:, cut[1]], sequences=dropout.sequences[cut[0]])
-        mod = None if self.mod is None else self.mod.part(cut)
+            dropout = dropout._replace(heads=dropout.heads[:, place[1]], sequences=dropout.sequences[place[0]])
+        mod = None if self.mod is None else self.mod.part(place)
         return Scores(self.softcap, slopes, sink, bias, mask, gradient, dropout, (*sizes, self.sizes[2]), mod)
 
     def bend(self, s: torch.Tensor, block: RowBlock, cols: slice, want_gain: bool = False) -> Optional[torch.Tensor]:
@@ -122,7 +127,7 @@ class Scores(NamedTuple):
             distance = (i - torch.arange(cols.start, cols.stop, device="cpu")).abs_().to(s.dtype)
             s.unflatten(1, (-1, block.rows)).sub_(self.slopes_log2[..., None, None] * distance)
         if self.bias is not None:
-            bias = _of_tile(self.bias, block, cols).to(s.dtype)
+            bias = of_tile(self.bias, block, cols).to(s.dtype)
             # The lowest number of a type is a number, and stays one: a row of nothing else is a row of ties.
             self._pairs(s).add_((bias * LOG2E).clamp_(-LARGEST, LARGEST).masked_fill_(bias == -torch.inf, -torch.inf))
         return gain
@@ -130,9 +135,9 @@ class Scores(NamedTuple):
     def hide(self, s: torch.Tensor, block: RowBlock, cols: slice, exact: bool) -> None:
         """-inf where the mask is False, in place; `exact`: also where the bias is -inf, whatever was there."""
         if self.mask is not None:
-            self._pairs(s).masked_fill_(~_of_tile(self.mask, block, cols), -torch.inf)
+            self._pairs(s).masked_fill_(~of_tile(self.mask, block, cols), -torch.inf)
         if self.bias is not None and exact:
-            self._pairs(s).masked_fill_(_of_tile(self.bias, block, cols) == -torch.inf, -torch.inf)
+            self._pairs(s).masked_fill_(of_tile(self.bias, block, cols) == -torch.inf, -torch.inf)
 
     def drop(self, weights: torch.Tensor, block: RowBlock, cols: slice) -> torch.Tensor:
         """Weights of a tile, in place: 0 where dropped, else times 1 / (1 - p)."""
@@ -143,7 +148,7 @@ class Scores(NamedTuple):
 
     def add_bias_gradient(self, p: torch.Tensor, dp: torch.Tensor, unit: float, block: RowBlock, cols: slice) -> None:
         """Of a tile with weights p times `unit`, and dP - delta in `dp`."""
-        target = _of_tile(self.bias_gradient, block, cols)
+        target = of_tile(self.bias_gradient, block, cols)
         ds = self._pairs((dp.to(target.dtype) * p.to(target.dtype)).div_(unit))
         over = [dim for dim in range(5) if target.shape[dim] == 1 and ds.shape[dim] != 1]
         target.add_(ds.sum(over, keepdim=True) if over else ds)
@@ -194,13 +199,13 @@ def by_group(problem, t: torch.Tensor) -> torch.Tensor:
     return t.unsqueeze(2) if t.shape[1] == 1 else t.unflatten(1, (problem.heads_k, problem.group))
 
 
-def _cut(t: torch.Tensor, *cuts: slice) -> torch.Tensor:
+def cut(t: torch.Tensor, *cuts: slice) -> torch.Tensor:
     """Slices of the first dimensions, but for those that are broadcast."""
-    return t[tuple(slice(None) if size == 1 else cut for size, cut in zip(t.shape, cuts, strict=False))]
+    return t[tuple(slice(None) if size == 1 else one for size, one in zip(t.shape, cuts, strict=False))]
 
 
-def _of_tile(t, block: RowBlock, cols: slice) -> torch.Tensor:
-    return _cut(t, *_ALL, slice(block.row, block.row + block.rows), cols)
+def of_tile(t, block: RowBlock, cols: slice) -> torch.Tensor:
+    return cut(t, *_ALL, slice(block.row, block.row + block.rows), cols)
 
 
 def start_lse(problem, operands, lse: torch.Tensor) -> None:
