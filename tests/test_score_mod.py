@@ -3,6 +3,7 @@
 That their numbers are right on every backend is the family "mods" of `cases.py`; the functions are in `score_mods.py`.
 """
 
+import copy
 import pickle
 
 import pytest
@@ -260,3 +261,4 @@ def test_what_is_not_there_is_refused_where_it_is_needed():
         rowmax.attention(q, k, v, score_mod=IN_TORCH(1.0), seqlens_k=torch.tensor([3, 4]))
     with pytest.raises(TypeError, match="in each process"):
         pickle.dumps(IN_TORCH)
+    assert copy.deepcopy(IN_TORCH(2.0)) == IN_TORCH(2.0)

@@ -86,10 +86,12 @@ class ScoreMod:
     def __repr__(self) -> str:
         return f"<score_mod {self.key}({', '.join(self.numbers)})>"
 
+    def __deepcopy__(self, memo) -> "ScoreMod":
+        """Itself: copies of a module that holds one share it, as they share functions."""
+        return self
+
     def __reduce__(self):
-        raise TypeError(
-            f"score_mod '{self.name}' cannot be copied or pickled: make it where its functions are, in each process"
-        )
+        raise TypeError(f"score_mod '{self.name}' cannot be pickled: make it where its functions are, in each process")
 
     def _registered(self) -> str:
         """The key of these functions; the same functions once more get the same."""

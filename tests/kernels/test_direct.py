@@ -22,6 +22,7 @@ PROBLEMS = {
     "b3 h4/2 q300 k300 d128 bf16 packed window(9,inf)": "hopper[128x128 s2 q1 pingpong dynamic g8]",
     "b2 h4/2 q300 k300 d192/128 bf16 alibi sink": "hopper[128x128 s2 q1 pingpong static]",
     "b2 h4/2 q30 k30 d64 fp16 causal": "q_outer[64x64 w4 s2]",
+    "b2 h4/2 q30 k30 d64 fp16 causal mod(everything)": "q_outer[64x64 w4 s2]",
 }
 
 
@@ -72,6 +73,9 @@ def main(library: str) -> None:
     import fake_driver
     import triton
 
+    sys.path.append(str(Path(__file__).parents[1]))
+    import score_mods  # noqa: F401, makes the functions that problems name
+
     fake = fake_driver.install(Path(library))
     torch.set_grad_enabled(False)
     for text, plan in PROBLEMS.items():
@@ -97,7 +101,7 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
 
     # What each launch hands over for the last tensors, as the driver sees it.
     memory = torch.zeros(10_000, dtype=torch.int32)
-    tensors = (*given[2][:3], out, lse, *given[2][3 : 5 if problem.plain else 7])
+    tensors = (*given[2][:3], out, lse, *given[2][3 : 5 if problem.plain else 7 if "hopper" in plan_text else None])
     if "hopper" in plan_text:
         *before, first, second = hopper_forward.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
         launches, order = forward._again._launches(memory, *tensors)
