@@ -395,11 +395,12 @@ def eight_bits_are_stored_as_on_the_cpu():
             rowmax.append_kv(*given, cu_seqlens=cu.cuda(), **there, debug=True)
             for one, other in zip(on_gpu, pages, strict=True):
                 torch.testing.assert_close(one.cpu().float(), other.float(), rtol=0, atol=0, equal_nan=True)
-    for by_page in (False, True):
-        for kind in ("nan(v)", "nan(k)", "spiky(3)"):
-            problem = PagedProblem.parse("b2 h4/2 q6 k80 d64 fp16 causal paged16 e4m3")
-            report = paged.check_paged(problem, [(6, 75), (6, 16)], kind, device="cuda", page_scales=by_page)
-            assert report.ok, str(report)
+    for text in ("d64 fp16 causal paged16", "d64 bf16 causal paged64", "d128/96 bf16 window(40,0) paged16", "d50 bf16 paged5"):
+        problem = PagedProblem.parse(f"b2 h4/2 q6 k320 {text} e4m3")
+        for by_page in (False, True):
+            for kind in ("nan(v)", "nan(k)", "spiky(3)"):
+                report = paged.check_paged(problem, [(6, 300), (6, 16)], kind, device="cuda", page_scales=by_page)
+                assert report.ok, str(report)
 
 
 @check

@@ -75,6 +75,7 @@ def _cases() -> list[PagedCase]:
             add(f"b2 h4/2 {text} causal paged16 e4m3", [(queries, 75), (queries, 9)], kind, splits=2)
     for page in (16, 5):
         add(f"b2 h4/2 q2 k80 d64 fp16 causal paged{page} e4m3", [(2, 75), (2, 9)], "normal", splits=2, page_scales=True)
+    add("b2 h4/2 q2 k80 d64/48 bf16 causal paged16 e4m3", [(2, 75), (2, 9)], "normal", splits=2, page_scales=True)
     add("b3 h4/2 q2 k0 d64 bf16 causal paged16", [(2, 0)] * 3)
     add("b0 h4/2 q0 k16 d64 bf16 causal packed paged16", [])
     add("b0 h4/2 q1 k16 d64 bf16 causal paged16", [])

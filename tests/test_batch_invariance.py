@@ -73,13 +73,15 @@ def test_it_is_right(spelled, text):
 
 
 def test_the_plan_has_one_tile_for_all_calls_of_a_kind():
-    """Keys of a turn and of a part must not depend on the batch, the queries or the device's size."""
+    """Keys of a turn and of a part must not depend on the batch, the queries or the device's size. Rows may: tiles of 16 and of
+    32 give the same bits (kernels/test_decode_compile.py, and on a GPU gpu_serving.py)."""
     tiles = set()
     for text in ("b1 h32/8 q1 k8192", "b64 h32/8 q1 k131072", "b1 h32/8 q5000 k8192", "b8 h32/8 q4096 k8192"):
         chosen = plan(PagedProblem.parse(f"{text} d128 bf16 causal paged16 invariant"), Device.named("H200"))
         tile = chosen.tiles[0]
         assert tile.how in "cr"
-        tiles.add((tile.block_m, tile.block_n, tile.warps, tile.parts))
+        assert tile.block_m <= 32
+        tiles.add((tile.block_n, tile.warps, tile.parts))
     assert len(tiles) == 1
 
 

@@ -160,11 +160,11 @@ def test_a_paged_problem_is_spelled_and_hashed():
 
 H200 = Device.named("H200")
 DECODE = (  # what is planned, and how many programs share the work
-    ("b1 h32/8 q1 k8192 d128 bf16", 256),
+    ("b1 h32/8 q1 k8192 d128 bf16", 128),
     ("b1 h32/8 q1 k131072 d128 bf16", 264),
     ("b128 h32/8 q1 k4096 d128 bf16", 1024),
     ("b64 h64/8 q1 k8192 d64 bf16", 512),
-    ("b8 h32/8 q1 k1024 d128 bf16", 256),
+    ("b8 h32/8 q1 k1024 d128 bf16", 128),
 )
 
 

@@ -6,10 +6,13 @@ prints what each binary needs as JSON lines. In a process of its own, because Tr
 """
 
 import json
+import re
 import sys
 
 import torch
+import triton
 from compile_only import facts
+from machine_code import source
 
 from rowmax import Device, PagedProblem, Problem, plan
 from rowmax.kernels import decode_launch
@@ -49,12 +52,22 @@ def calls(problem: Problem, device: Device):
     return made
 
 
+def spread(call, device: Device) -> list[str]:
+    """How warps share the tiles of the kernel's products, rows by columns."""
+    built, target, options = source(call, device.capability)
+    text = triton.compile(built, target=target, options=options).asm["ttgir"]
+    return re.findall(r"nvidia_mma<(\{.*?\})>", text)
+
+
 def main(builds: list[str]) -> None:
     for build in builds:
         name, text = build.split(": ")
         device = Device.named(name)
         for call in calls((PagedProblem if "paged" in text else Problem).parse(text), device):
-            print(json.dumps({"build": build, **facts(call.kernel.fn.__name__, call, device)}), flush=True)
+            found = facts(call.kernel.fn.__name__, call, device)
+            if text.endswith(" invariant"):
+                found["warps"] = spread(call, device)
+            print(json.dumps({"build": build, **found}), flush=True)
 
 
 if __name__ == "__main__":

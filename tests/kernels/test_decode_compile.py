@@ -36,8 +36,15 @@ BUILDS += [
         "b1 h32/8 q4 k8192 d128 bf16 causal alibi",
         f"{ONE} d128 bf16 causal paged16 e4m3",
         f"{ONE} d128 bf16 causal paged64 e4m3",
+        "b16 h32/8 q4 k8192 d128 bf16 causal paged64 e4m3",
     )
 ]
+# Bytes that may spill. Latent attention in tiles of 64 rows: it takes 1285 us where tiles of 32, which spill nothing, take
+# 2022. A batch-invariant prompt in tiles of 32: ten words, where tiles of 16 would read their keys twice as often.
+SPILLED = {
+    "H200: b16 h128/1 q1 k8192 d576/512 bf16 causal paged64": 256,
+    f"H200: {MANY} d128 bf16 causal packed paged16 invariant": 40,
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +63,25 @@ def test_no_spills_and_keys_in_flight(build, binaries):
     found = [binary for binary in binaries if binary["build"] == build]
     assert found[0]["kernel"] == "decode_kernel"
     for kernel in found:
-        assert kernel["stack"] == 0, f"registers spill: {kernel}"
+        assert kernel["stack"] <= SPILLED.get(build, 0), f"registers spill: {kernel}"
         assert kernel["shared"] <= gpu.shared_bytes, f"more shared memory than a block may take: {kernel}"
         assert gpu.capability[0] != 9 or not kernel["uninitialised"], f"ptxas reads registers that were never written: {kernel}"
     decode = found[0]
     assert decode["HMMA"] + decode["HGMMA"] + decode["UTCHMMA"] > 0, f"no tensor core instruction: {decode}"
     # Groups of asynchronous copies: those of a turn, and before the loop those of the turns that it is ahead.
     assert decode["LDGDEPBAR"] >= 4, f"the loop loads what it needs at once: {decode}"
+
+
+def test_a_row_meets_its_keys_in_one_order_whatever_the_tile(binaries):
+    """Of batch-invariant calls a token takes tiles of 16 rows and a prompt of 32: the same product, and warps side by side."""
+    builds = [f"H200: {ONE} d128 bf16 causal paged16 invariant", f"H200: {MANY} d128 bf16 causal packed paged16 invariant"]
+    found = {build: binary for binary in reversed(binaries) if (build := binary["build"]) in builds}  # the decode kernels
+    assert {build: binary["tile"].split("x")[0] for build, binary in found.items()} == dict(
+        zip(builds, ("16", "32"), strict=True)
+    )
+    spreads = {tuple(binary["warps"]) for binary in found.values()}
+    assert len(spreads) == 1, f"products differ: {spreads}"
+    (spread,) = spreads
+    assert len(spread) == 1, f"a kernel has more than one kind of product: {spread}"
+    for text in ("versionMajor = 2,", "warpsPerCTA = [1, 4]", "instrShape = [16, 8]"):
+        assert text in spread[0]

@@ -29,6 +29,8 @@ CASES = {  # spelling, queries and keys of each sequence, kind, tile, scales of 
     "small pages": ("b1 h4/2 q1 k30 d16 fp16 causal paged5 e4m3", [(1, 28)], "normal", "16x16 w4 s1 x1", True),
     "halves": ("b1 h4/2 q1 k32 d16 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", False),
     "halves of pages": ("b1 h4/2 q1 k32 d16 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", True),
+    "pairs": ("b1 h4/2 q1 k32 d32 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", False),
+    "pairs of pages": ("b1 h4/2 q1 k32 d32 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", True),
     "fixed": ("b1 h2 q1 k48 d16 fp32 causal paged16 invariant", [(1, 43)], "normal", "16x16 w4 s1 c2", False),
 }
 
@@ -101,6 +103,11 @@ MUTANTS = {  # name -> case, file, old, new, how often old occurs
     ),
     "scales of the page behind": ("pages", DECODE, "return tl.load(scales + ids * heads_k)", "return tl.load(scales + ids)", 1),
     "scales of small pages": ("small pages", DECODE, "tl.load(scales + ids * heads_k, mask", "tl.load(scales + ids, mask", 1),
+    "odd columns of keys by even ones of queries": ("pairs", DECODE, "tl.dot(odd, k_odd.T, s)", "tl.dot(even, k_odd.T, s)", 1),
+    "odd columns behind even ones": ("pairs", DECODE, "tl.join(acc, acc_odd)", "tl.join(acc_odd, acc)", 1),
+    "pairs not scaled back": ("pairs", DECODE, "by = row_scale * scale_log2", "by = scale_log2", 1),
+    "keys in pairs not scaled": ("pairs of pages", DECODE, "by *= scales_of", "by = by + 0.0 * scales_of", 1),
+    "values in pairs not scaled": ("pairs of pages", DECODE, "tl.dot(p, v) * by_v", "tl.dot(p, v)", 1),
     "queries in fp16 not scaled back": ("halves", DECODE, "s *= row_scale", "s *= 1.0", 1),
     "weights in fp16 not scaled back": ("halves", DECODE, "acc += o * (1.0 / HALVES)", "acc += o", 1),
     "values under halves not scaled": (

@@ -57,3 +57,12 @@ def test_a_prepared_call_gives_the_same():
     out, lse = rowmax.prepare(q, k, k, causal=True, return_lse=True, plan=plan)()
     for one, other in zip((out, lse), rowmax.attention(q, k, k, causal=True, return_lse=True, plan=plan), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_nan_before_the_window_stays_there():
+    """The tile of keys that the window begins in holds keys that its one query does not see."""
+    q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 40, 2, 16)
+    v = k.clone()
+    v[0, 33] = float("nan")
+    assert not rowmax.attention(q, k, v, window=(5, 0), plan="split_kv[16x16 w4 s1 x1]").isnan().any()
+    assert not rowmax.attention(q, k, v, window=(6, 0), plan="split_kv[16x16 w4 s1 x1]").isfinite().any()

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -19,7 +20,7 @@ from rowmax.kernels.triton.merge import merge_kernel
 from rowmax.numerics import LOG2E
 from rowmax.paged import MOST_E4M3, AppendOperands, PagedOperands, PagedProblem
 from rowmax.plan import Plan
-from rowmax.plan.split_kv import SplitTile, least_turns, padded_dims, row_tiles
+from rowmax.plan.split_kv import SplitTile, latent, least_turns, padded_dims, row_tiles
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -78,16 +79,19 @@ def calls(
     """
     q, k, v, table, lengths, cu, k_scale, v_scale = operands
     paged = isinstance(problem, PagedProblem)
+    block_d, block_d2, block_dv = padded_dims(problem)
+    shared = block_d == block_dv and _first_columns(v, k)
+    tile = _fitting(problem, tile, shared)
+    if _in_pairs(problem, operands, tile):
+        k, v = k.view(torch.int16), v.view(torch.int16)
     tiles = row_tiles(problem, tile.block_m)
     items = tiles * problem.heads_k
     own_tiles = tiles // max(problem.batch, 1)  # of a sequence; of no meaning if packed
     slots = slots_of(problem, tile)
     parts_each = parts_of(problem, tile)
     programs = items + (parts_each // problem.heads_k + 1) * problem.heads_k if tile.how == "p" else items * parts_each
-    block_d, block_d2, block_dv = padded_dims(problem)
     q_strides, o_strides = _row_strides(q, problem), _row_strides(out, problem)
-    several = problem.packed or problem.len_q > 1
-    shared = block_d == block_dv and _first_columns(v, k)
+    several = problem.packed or problem.len_q > 1 or problem.band[0] is not None  # tiles may hold keys that a row does not see
     alike = shared or _strides(k) == _strides(v)  # rows of both lie equally far apart
     pages = k.shape[0] if paged else 0
     page_size = problem.page_size if isinstance(problem, PagedProblem) else 0
@@ -132,6 +136,26 @@ def _row_strides(tensor: torch.Tensor, problem: Problem) -> tuple[int, int, int]
     if tensor.dim() == 3 and not problem.packed:
         return tensor.stride(0), 0, tensor.stride(1)
     return _strides(tensor)
+
+
+def _fitting(problem: Problem, tile: SplitTile, shared: bool) -> SplitTile:
+    """The tile; where values lie apart from the keys, of one that counts on their being the keys' first columns what fits then.
+    It has no more partial results than there is memory for: as many parts, of half the rows."""
+    if shared or not latent(problem) or (tile.block_n, tile.warps, tile.stages) != (64, 8, 2):
+        return tile
+    return replace(tile, block_m=min(tile.block_m, 32), block_n=32)
+
+
+def _in_pairs(problem: Problem, operands: PagedOperands, tile: SplitTile) -> bool:
+    """Does the kernel read e4m3 two by two (`decode._walk_pairs`)? Where it can: whole pairs, one scale for a tile of keys."""
+    q, k, v, *_, v_scale = operands
+    if k.dtype != torch.float8_e4m3fn or q.dtype != torch.bfloat16 or padded_dims(problem)[1] or _first_columns(v, k):
+        return False
+    assert isinstance(problem, PagedProblem)
+    odd = (x % 2 for t in (k, v) for x in (t.shape[-1], t.data_ptr(), *t.stride()[:-1]))
+    if any(odd) or min(problem.dim_qk, problem.dim_v) <= 16:
+        return False
+    return not _by_page(v_scale) or problem.page_size % tile.block_n == 0
 
 
 def _by_page(*scales: Optional[torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ All query heads of a KV head are rows of one tile, so that K and V are read once
     c16   each part has 16 tiles of keys, counted from the first key, so that the result does not depend on what else there is
     r16   the same parts, but one program takes those of a row tile in turn: bitwise the same without memory for them
 
-Not one number here was timed: chosen by count of programs and by what compiles without spills.
+Microseconds below are replays on an H200, of `benchmarks/results/decode/sweep-h200-2026-11-30.json`, which has 400 more.
 """
 
 import re
@@ -30,9 +30,12 @@ MOST_ROWS = 64  # queries times heads of a group: with more, a tile of queries r
 LEAST_KEYS = 256  # fewer are not worth a second kernel, nor a part of its own
 MOST_SEQUENCES = 1024  # whose lengths a program looks through to find its part
 MOST_PARTS = 128
-INVARIANT_KEYS = 1024  # of a part of a batch-invariant call: in every call the same, or results would differ
+INVARIANT_KEYS = 512  # of a part of a batch-invariant call: in every call the same, or results would differ
 MOST_BYTES = 2**28  # for partial results of a batch-invariant call
 TURNS_TO_BEGIN = 2  # a part takes as long to begin and to end as this many tiles of keys
+SHORT_KEYS = 2048  # up to here a fourth stage costs more to fill than it hides: 25.9 us for 23.8 with 1024 keys
+MOST_BESIDE = 4  # blocks a multiprocessor, for their registers
+ALONE, ALONE_PAGED = 1.03, 1.2  # one block a multiprocessor takes longer than its part of two: 137.9 us for 135.9; 166 for 141
 MOST_DIM, MOST_DIM_V = 576, 512
 _SPELLING = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+) ([xpcr])(\d+)")
 
@@ -134,71 +137,136 @@ def padded_dims(problem: Problem) -> tuple[int, int, int]:
 
 def tiles(problem: Problem, device: Device, direction: str, *, splits: int = 0) -> tuple[tuple[Tile, ...], str]:
     """`splits`: the number of parts of each row tile that was asked for; 0: whatever is best."""
-    block_m, block_n, warps, stages = _blocks(problem, device)
-    parts, how, why = splits, "x", f"{splits} parts as asked for"
     if isinstance(problem, PagedProblem) and problem.batch_invariant:
-        parts, how, why = _invariant_parts(problem, device, block_m, block_n)
-    elif not splits:
-        parts, how, why = _parts(problem, device, block_m, block_n)
-    return (SplitTile(block_m, block_n, warps, stages, False, parts, how == "p", how if how in "cr" else ""),), why
+        tile, why = _invariant_parts(problem, device, *_invariant_blocks(problem, device))
+    elif splits:
+        tile, why = SplitTile(*_blocks(problem, device)[0], False, splits), f"{splits} parts as asked for"
+    else:
+        tile, why = _parts(problem, device, _blocks(problem, device))
+    return (tile,), why
 
 
-def _blocks(problem: Problem, device: Device) -> tuple[int, int, int, int]:
-    """Rows, keys, warps, stages."""
-    if isinstance(problem, PagedProblem) and problem.batch_invariant:  # rows of every call go through the same instructions
-        size = max(sum(padded_dims(problem)[:2]), padded_dims(problem)[2])
-        if problem.dtype == torch.float32:
-            return 16, 16, 4, 1
-        if size > 128:
-            return (16, 32, 8, 2) if size > 256 else (16, 32, 4, 2)
-        return 32, 32, 4, 3
+def _invariant_blocks(problem: Problem, device: Device) -> tuple[int, int, int, int]:
+    """Rows, keys, warps, stages, so that rows of every call go through the same instructions.
+
+    A tile of 32 rows gives the bits of one of 16: both spread the keys of a tile over all four warps, and so sum a row's
+    weights in the same order. A prompt in tiles of 16 rows would read its keys from the cache twice as often.
+    """
+    dims = padded_dims(problem)
+    size = max(dims[0] + dims[1], dims[2])
+    if problem.dtype == torch.float32:
+        return 16, 16, 4, 1
+    if size > 128:
+        return (16, 32, 8, 2) if size > 256 else (16, 32, 4, 2)
+    stages = 2 if 0 < device.shared_bytes < 110_000 else 3
+    if _rows(problem) > 16 and min(dims[0], dims[2]) >= 64:
+        return 32, 64, 4, stages
+    return 16, 64, 4, 4 if _fourth(problem, device) else stages
+
+
+def _rows(problem: Problem) -> int:
+    """Of a KV head of one sequence, at most."""
     queries = problem.max_len_q if problem.packed and problem.max_len_q is not None else problem.len_q
-    rows = queries * problem.group
+    return queries * problem.group
+
+
+def _blocks(problem: Problem, device: Device) -> tuple[tuple[int, int, int, int], ...]:
+    """Rows, keys, warps, stages; a second one where another number of blocks beside each other may fit the work better."""
+    rows = _rows(problem)
     size = max(sum(padded_dims(problem)[:2]), padded_dims(problem)[2])
     if problem.dtype == torch.float32:  # IEEE products on the FMA units
-        return (16, 32, 4, 1) if size <= 128 else (16, 16, 4, 1)
+        return ((16, 32, 4, 1) if size <= 128 else (16, 16, 4, 1),)
     block_m, hopper = 16 if rows <= 16 else 32 if rows <= 32 else 64, device.capability == (9, 0)
+    eight_bits = isinstance(problem, PagedProblem) and problem.eight_bits
     if size > 256:
-        return (min(block_m, 32), 32, 8, 2) if device.shared_bytes >= 160_000 or device.kind == "cpu" else (16, 16, 4, 2)
+        if latent(problem) and hopper and not eight_bits:  # 1285 us in tiles of 64 rows, 2022 of 32, 3404 with 32 keys
+            return ((block_m, 64, 8, 2),)
+        large = device.shared_bytes >= 160_000 or device.kind == "cpu"
+        return ((min(block_m, 32), 32, 8, 2) if large else (16, 16, 4, 2),)
     if size > 128:
-        return min(block_m, 32), 32, 4, 2
+        return ((min(block_m, 32), 32, 4, 2),)
     stages = 2 if 0 < device.shared_bytes < 110_000 else 3
-    return (block_m, 32, 8, stages) if size == 128 and block_m == 64 and not hopper else (block_m, 64, 4, stages)
+    if size == 128 and block_m == 64 and not hopper:
+        return ((block_m, 32, 8, stages),)
+    if eight_bits and block_m == 16:  # 221 us with two warps, 259 with four, 319 with eight
+        return ((block_m, 64, 2, stages),)
+    if block_m == 16 and _fourth(problem, device):
+        return (block_m, 64, 4, stages), (block_m, 64, 4, 4)
+    return ((block_m, 64, 4, stages),)
 
 
-def _parts(problem: Problem, device: Device, block_m: int, block_n: int) -> tuple[int, str, str]:
-    """`(parts, how, why)`."""
-    programs = 2 * device.sms  # two a multiprocessor run beside each other
+def _fourth(problem: Problem, device: Device) -> bool:
+    """May a fourth stage serve tiles of 16x64? Not where four blocks fit with three: 282 us for 269 with 64 dims."""
+    return beside(problem, device, 16, 64, 4) >= 2 and beside(problem, device, 16, 64, 3) < MOST_BESIDE
+
+
+def latent(problem: Problem) -> bool:
+    """One query over one KV head whose values are, as a rule, the first columns of its keys."""
+    return problem.heads_k == 1 and problem.dim_v < problem.dim_qk and problem.len_q == 1 and not problem.packed
+
+
+def beside(problem: Problem, device: Device, block_m: int, block_n: int, stages: int) -> int:
+    """Blocks that a multiprocessor holds, for their shared memory: tiles of keys under way, and one of q and of weights."""
+    first, second, dim_v = padded_dims(problem)
+    item = problem.dtype.itemsize
+    stored = 1 if isinstance(problem, PagedProblem) and problem.eight_bits else item
+    mine = max(stages - 1, 1) * block_n * (first + second + dim_v) * stored + block_m * (first + second + block_n) * item
+    return min(max((device.shared_bytes + 1024) // (mine + 1024), 1), MOST_BESIDE) if device.shared_bytes else 2
+
+
+def _parts(problem: Problem, device: Device, blocks: tuple[tuple[int, int, int, int], ...]) -> tuple[SplitTile, str]:
+    block_m, block_n = blocks[0][:2]
     items = max(row_tiles(problem, block_m) * problem.heads_k, 1)
     keys = problem.len_k
     left, right = problem.band[:2]
     if left is not None and right is not None:
         keys = min(keys, left + right + 1 + (0 if problem.packed else problem.len_q))
     if keys < 2 * LEAST_KEYS:
-        return 1, "x", f"up to {keys} keys are not worth sharing out"
-    if items >= 16 * programs:
-        return 1, "x", f"{items} row tiles are enough for {device.sms} multiprocessors"
-    if isinstance(problem, PagedProblem) and problem.batch > 1:
-        if problem.batch <= MOST_SEQUENCES:
-            return programs, "p", f"lengths are on the device: about {programs} parts of one size, two a multiprocessor"
-        return 1, "x", f"more than {MOST_SEQUENCES} sequences are enough for {device.sms} multiprocessors"
-    blocks = -(-keys // block_n)
-    best = min(
-        range(1, min(MOST_PARTS, keys // LEAST_KEYS) + 1),
-        key=lambda parts: (-(-items * parts // programs) * (-(-blocks // parts) + TURNS_TO_BEGIN), parts),
-    )
-    return best, "x", f"{items * best} programs of {-(-blocks // best)} tiles of keys fill {device.sms} multiprocessors best"
+        return SplitTile(*blocks[0]), f"up to {keys} keys are not worth sharing out"
+    most = [beside(problem, device, rows, columns, stages) for rows, columns, _, stages in blocks]
+    paged = isinstance(problem, PagedProblem)
+    if items >= 32 * device.sms or (paged and problem.batch > MOST_SEQUENCES):
+        return SplitTile(*blocks[-1]), f"{items} row tiles are enough for {device.sms} multiprocessors"
+    if paged and problem.batch > 1:
+        # As many parts as run at once, and four stages, with which two blocks fit a multiprocessor: 256 parts of 16 sequences
+        # took 158 us where three fit, 144 where two do, and 384 parts 144; 512 row tiles of 16x32 heads 599 us for 507.
+        rows, columns, warps, stages = blocks[-1] if keys > SHORT_KEYS else blocks[0]
+        programs = max(most[-1] if keys > SHORT_KEYS else 2, 2) * device.sms
+        tile = SplitTile(rows, columns, warps, stages, False, programs, True)
+        return tile, f"lengths are on the device: about {programs} parts, which run at once"
+    turns = -(-keys // block_n)
+    alone = ALONE_PAGED if paged else ALONE
+
+    def time(choice: tuple[int, int]) -> float:
+        """Of the busiest multiprocessor, in tiles of keys. A round takes as long for few blocks as for all that fit."""
+        which, parts = choice
+        each = -(-items * parts // device.sms)
+        if each > most[which]:
+            each = -(-items * parts // (most[which] * device.sms)) * most[which]
+        return each * (-(-turns // parts) + TURNS_TO_BEGIN) * (alone if each == 1 else 1.0)
+
+    counts = range(1, min(MOST_PARTS, max(keys // LEAST_KEYS, 1)) + 1)
+    which, best = min(((which, parts) for which in range(len(blocks)) for parts in counts), key=time)
+    rows, columns, warps, stages = blocks[which]
+    each = -(-turns // best)
+    if not paged and (rows, warps, stages) == (16, 4, 3) and each > 32:
+        warps = 2  # 135.3 us for 135.9, 137.8 for 138.3, 255.8 for 256.7; with few turns to its work rather slower
+    why = f"{items * best} programs of {each} tiles of keys fill {device.sms} multiprocessors best"
+    return SplitTile(rows, columns, warps, stages, False, best), why
 
 
-def _invariant_parts(problem: Problem, device: Device, block_m: int, block_n: int) -> tuple[int, str, str]:
+def _invariant_parts(
+    problem: Problem, device: Device, block_m: int, block_n: int, warps: int, stages: int
+) -> tuple[SplitTile, str]:
     turns, items = INVARIANT_KEYS // block_n, max(row_tiles(problem, block_m) * problem.heads_k, 1)
     most = -(-problem.len_k // INVARIANT_KEYS)
     rows = min(block_m, problem.len_q * problem.group)
     memory = 4 * items * most * rows * (problem.dim_v + 2)
-    why = f"parts of {INVARIANT_KEYS} keys whatever else there is"
+    how, why = "r", f"those of {items} row tiles in turn"
     if most > 1 and items < 8 * device.sms and memory <= MOST_BYTES:
-        return turns, "c", f"{why}, a program each"
-    return turns, "r", f"{why}, those of {items} row tiles in turn"
+        how, why = "c", "a program each"
+    why = f"parts of {INVARIANT_KEYS} keys whatever else there is, {why}"
+    return SplitTile(block_m, block_n, warps, stages, False, turns, False, how), why
 
 
 @lru_cache(maxsize=4096)

@@ -87,6 +87,35 @@ def widen(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widen_pairs(x):
+    """`(fp16, fp16)` of the first and the second of the two e4m3 numbers that each number of 16 bits holds. Exact. Elements of
+    16 bits come out of shared memory in the layout of a product's operand, transposed or not, and are widened there; bytes have
+    to be widened and written back first, twice as many as were read."""
+    if OPAQUE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = (x & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        high = (x >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.float16), high.to(tl.float16)
+
+
+@triton.jit
+def split_columns(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Columns 0, 2, 4, ... and columns 1, 3, 5, ..."""
+    return tl.split(tl.reshape(x, (ROWS, COLS // 2, 2)))
+
+
+@triton.jit
 def into_halves(q):
     """`(q 2^e in fp16, 2^-e)`, e for each row so that its largest finite number is between 2^14 and 2^15: what is lost are
     numbers 2^39 times smaller than it. fp16 is what e4m3 is cheaply widened to."""
@@ -163,6 +192,49 @@ def _walk(
 
 
 @triton.jit
+def _walk_pairs(
+    m, l, q, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2,
+    pages, page_size, k_scales, v_scales, heads_k, row_scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, ALIKE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_walk` over keys and values in e4m3, two to a number of 16 bits: columns with even numbers, then those with odd ones."""
+    even, odd = split_columns(q, BLOCK_M, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)  # times HALVES
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+    for turn in tl.range(low, high, num_stages=STAGES):
+        col = start + turn * BLOCK_N
+        cols = col + tl.arange(0, BLOCK_N)
+        there = cols < end
+        ids = 0
+        if PAGE:
+            ids = page_ids(table, col, end, pages, page_size, PAGE, BLOCK_N)
+        k_rows = key_offsets(ids, col, k_strides, page_size, PAGE, BLOCK_N)
+        v_rows = k_rows
+        if not ALIKE:
+            v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
+        k, k_odd = widen_pairs(load_rows(k_base, k_rows, there, 0, DIM // 2, BLOCK_D // 2))
+        s = tl.dot(even, k.T)
+        s = tl.dot(odd, k_odd.T, s)
+        by = row_scale * scale_log2
+        if k_scales is not None:
+            by *= scales_of(k_scales, ids, there, heads_k, PAGE, BLOCK_N)
+        seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
+        s = tl.where(seen, s * by, float("-inf"))
+        p, m, l, alpha = online_step(s, m, l, 1.0)
+        p = (p * HALVES).to(tl.float16)  # keeps what is 2^-39 and more of the largest
+        v, v_odd = widen_pairs(load_rows(v_base, v_rows, there, 0, DIM_V // 2, BLOCK_DV // 2))
+        if v_scales is None:
+            acc = tl.dot(p, v, acc * alpha[:, None])
+            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
+        else:
+            by_v = scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N)
+            acc = tl.dot(p, v) * by_v + acc * alpha[:, None]
+            acc_odd = tl.dot(p, v_odd) * by_v + acc_odd * alpha[:, None]
+    return tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_DV)) * (1.0 / HALVES), m, l
+
+
+@triton.jit
 def _part(
     q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2, pages,
     page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
@@ -174,12 +246,26 @@ def _part(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    acc, m, l = _walk(
-        acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band,
-        scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
-        DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, ALIKE, False, STAGES,
-    )  # fmt: skip
+    pairs: tl.constexpr = k_base.dtype.element_ty == tl.int16
+    if pairs:
+        acc, m, l = _walk_pairs(
+            m, l, q, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band, scale_log2,
+            pages, page_size, k_scales, v_scales, heads_k, row_scale,
+            DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE, ALIKE, STAGES,
+        )  # fmt: skip
+    else:
+        acc, m, l = _walk(
+            acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys, shift, band,
+            scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
+            DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, ALIKE, False, STAGES,
+        )  # fmt: skip
     if SEVERAL:
+        k_once, v_once, k_apart, v_apart = k_base, v_base, k_strides, v_strides
+        if pairs:
+            k_once = k_base.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+            v_once = v_base.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+            k_apart = (k_strides[0] * 2, k_strides[1] * 2, k_strides[2] * 2)
+            v_apart = (v_strides[0] * 2, v_strides[1] * 2, v_strides[2] * 2)
         if any_of(acc != acc) > 0:  # perhaps a NaN or infinity of V that not every row sees
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
@@ -187,7 +273,7 @@ def _part(
             few: tl.constexpr = 16  # keys a turn: they cost the kernel no registers
             small: tl.constexpr = BLOCK_N // few
             acc, m, l = _walk(
-                acc, m, l, q, q2, k_base, v_base, table, k_strides, v_strides, start, low * small, high * small, end, tokens,
+                acc, m, l, q, q2, k_once, v_once, table, k_apart, v_apart, start, low * small, high * small, end, tokens,
                 keys, shift, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,
                 DIM, DIM_V, few, BLOCK_D, BLOCK_D2, BLOCK_DV, PAGE, SHARED, ALIKE, True, 1,
             )  # fmt: skip
@@ -197,7 +283,7 @@ def _part(
 @triton.jit
 def decode_kernel(
     q_ptr,  # [B, T, Hq, D], or packed [T, Hq, D]
-    k_ptr, v_ptr,  # [B, T, Hk, D], or pages [page, slot, Hk, D]
+    k_ptr, v_ptr,  # [B, T, Hk, D], or pages [page, slot, Hk, D]; of e4m3 perhaps pairs as int16, strides in pairs
     o_ptr,  # as q, with DIM_V
     lse_ptr,  # fp32 [B, Hq, T] or [Hq, T]; None: not wanted
     part_ptr,  # fp32, acc [slots, part_rows, DIM_V], then m, then l [slots, part_rows]; None: every item has one part
@@ -215,7 +301,7 @@ def decode_kernel(
     """`PAGE`: slots of a page; 0: none; below 0, of large pages, what divides both their size and BLOCK_N, so that one build
     serves all sizes. `BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k.
     `ALIKE`: k and v have the same strides.
-    `SEVERAL`: a row tile may hold queries that see different keys. `FIXED`: tiles of keys in every part, so that a sequence has
+    `SEVERAL`: a row tile may hold queries that see different keys, or a tile of keys some that one does not see. `FIXED`: tiles of keys in every part, so that a sequence has
     the same parts whatever else there is; without memory for partial results a program takes all parts of its rows in turn.
     `EARLY`: the combine kernel may be launched before this one has ended. `BY_PAGE`: each page has scales of its own."""
     if EARLY:
@@ -259,7 +345,8 @@ def decode_kernel(
     if BLOCK_D2:
         q2 = load_rows(q_base, q_rows, real, BLOCK_D, DIM, BLOCK_D2)
     row_scale = None
-    if k_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty == tl.bfloat16 and BLOCK_D2 == 0:
+    bytes_or_pairs: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv or k_ptr.dtype.element_ty == tl.int16
+    if bytes_or_pairs and q_ptr.dtype.element_ty == tl.bfloat16 and BLOCK_D2 == 0:
         q, back = into_halves(q)
         q2 = q
         row_scale = back[:, None]
