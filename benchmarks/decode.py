@@ -2,7 +2,8 @@
 
     python benchmarks/decode.py                        the eight shapes and their paged forms; then lengths that differ, latent
                                                        attention, pages in 8 bits, and a prefix that all sequences share
-    python benchmarks/decode.py --sweep                tiles of the split-KV kernel, rowmax alone: `decode_sweep.py`
+    python benchmarks/decode.py --sweep                tiles of the split-KV kernel, rowmax alone: `decode_sweep.py`;
+                                                       --sweep --short: few of them
     python benchmarks/decode.py --only 0,3 --json decode.json; --rest: without the eight shapes
 
 Every result is checked against the definition before it is timed, and nothing is printed for one that is wrong. Bytes are those
@@ -313,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="numbers of shapes, from 0: '0,3'")
     parser.add_argument("--rest", action="store_true", help="what comes behind the eight shapes, alone")
     parser.add_argument("--sweep", action="store_true", help="tiles of the split-KV kernel instead of peers")
+    parser.add_argument("--short", action="store_true", help="of a sweep, tiles that may be better than the plan's, alone")
     parser.add_argument("--build", default="", help="used by --sweep: '3/12' compiles one of twelve shares of its kernels")
     parser.add_argument("--top", type=int, default=4, help="how many tiles of each kind a sweep prints; --json has all")
     parser.add_argument("--seconds", type=float, default=0.5, help="for the replays of one shape")

@@ -1,7 +1,8 @@
 """Tiles of the split-KV kernel and numbers of its programs, side by side: `python benchmarks/decode.py --sweep` calls this.
 
-Latent attention and pages in 8 bits; then the eight shapes dense, over pages of 16 and 64, and batch-invariant. All kernels are
-compiled first, by processes beside each other; every result is held against the definition on two sequences before it is timed.
+Latent attention and pages in 8 bits; then the eight shapes dense, over pages of 16 and 64, and batch-invariant; with `--short`
+of each the tiles that may be better than what the plan takes. All kernels are compiled first, by processes beside each other;
+every result is held against the definition on two sequences before it is timed.
 """
 
 import subprocess
@@ -14,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from calls import make_operands
-from decode import EIGHT_BITS, LATENT, bytes_moved, in_pages, paged_call, right, time_rows, write
+from decode import EIGHT_BITS, LATENT, SHAPES, bytes_moved, in_pages, paged_call, right, time_rows, write
 from rowmax import Device, PagedProblem, Problem, attention
 from rowmax.problem import Operands
 
-BUILDERS = 12  # processes
+BUILDERS = 16  # processes
 CHECKED = 2  # sequences
 
 # What `--sweep` times: tiles with their numbers of programs a multiprocessor. The first tile is what the plan takes.
@@ -48,6 +49,44 @@ INVARIANT = (
 )
 LATENT_TILES = ("32x32 w8 s2", "32x64 w8 s2", "64x32 w8 s2", "64x32 w8 s3", "64x64 w8 s1", "64x64 w8 s2")
 EIGHT_BITS_TILES = ("16x64 w4 s3", "16x64 w4 s4", "16x64 w4 s5", "16x64 w2 s3", "16x128 w8 s3", "16x64 w8 s3")
+
+# What `--short` times: by number of the shape, tiles with their parts. The first of each is what the plan takes.
+SHORT: dict[str, dict[int, tuple[str, ...]]] = {
+    "dense": {
+        0: ("16x64 w4 s3 x16", "16x64 w2 s3 x16", "16x64 w4 s4 x16", "16x64 w4 s5 x16", "16x64 w8 s4 x16", "16x128 w8 s2 x16"),
+        1: ("16x64 w2 s3 x33", "16x64 w2 s4 x33"),
+        2: ("16x64 w2 s3 x2", "16x64 w2 s4 x2", "16x64 w4 s5 x1"),
+        3: ("16x64 w4 s4 x1", "16x64 w2 s4 x1"),
+        4: ("16x64 w4 s4 x1", "16x64 w2 s4 x1", "16x64 w4 s2 x1", "16x64 w2 s2 x1"),
+        5: ("16x64 w2 s3 x1", "16x64 w2 s4 x1"),
+        6: ("16x64 w4 s3 x2", "16x64 w4 s4 x2", "16x64 w4 s3 x4"),
+        7: ("16x64 w4 s3 x16", "16x64 w2 s3 x16", "16x64 w4 s4 x16"),
+    },
+    "paged16": {
+        0: ("16x64 w4 s3 x16", "16x64 w2 s3 x16", "16x64 w4 s4 x16"),
+        1: ("16x64 w4 s3 x33", "16x64 w2 s4 x33"),
+        **dict.fromkeys((2, 3, 4), ("16x64 w4 s4 p264", "16x128 w4 s2 p264", "16x64 w8 s3 p264", "16x64 w2 s4 p264")),
+        5: ("16x64 w4 s3 p528", "16x64 w2 s3 p528"),
+        6: ("16x64 w4 s3 p264", "16x64 w4 s4 p264", "16x64 w2 s3 p264"),
+        7: ("16x64 w4 s3 x32", "16x64 w4 s4 x32", "16x64 w4 s4 x16"),
+    },
+    "invariant": {
+        **dict.fromkeys((0, 1, 2, 7), ("16x64 w4 s4 c8", "16x64 w4 s3 c8", "16x64 w4 s4 c16", "16x64 w2 s4 c8")),
+        **dict.fromkeys((3, 4, 6), ("16x64 w4 s4 c8",)),
+        5: ("16x64 w4 s3 c8",),
+    },
+}
+SHORT["paged64"] = {number: tiles if number in (2, 3, 4) else tiles[:1] for number, tiles in SHORT["paged16"].items()}
+SHORT_LATENT = ("64x64 w8 s2",)
+SHORT_EIGHT_BITS = {  # blocks of so many a multiprocessor
+    "16x64 w2 s3": (4,),
+    "16x64 w2 s4": (4,),
+    "16x64 w4 s3": (4,),
+    "16x64 w4 s4": (4,),
+    "16x64 w4 s5": (3,),
+    "16x32 w1 s4": (7,),
+}
+SHORT_SIXTEEN = {"16x64 w4 s4": (2,), "16x128 w4 s2": (2,)}
 
 
 class _Cache(NamedTuple):
@@ -99,13 +138,15 @@ def _sweep_shape(text: str, device: torch.device, options) -> list[dict]:
     few = min(problem.batch, CHECKED)
     some = operands._replace(**{name: getattr(operands, name)[:few] for name in "qkv"})
     moved = bytes_moved(problem, problem.batch * problem.len_k)
-    return _timed(text, problem.with_(batch=few), some, _variants(problem, operands), moved, device, options)
+    return _timed(text, problem.with_(batch=few), some, _variants(problem, operands, options.short), moved, device, options)
 
 
-def _variants(problem: Problem, operands, pages_of: Callable = in_pages) -> dict[str, Callable]:
+def _variants(problem: Problem, operands, short: bool, pages_of: Callable = in_pages) -> dict[str, Callable]:
     q, k, v = operands[:3]
     sms, items = Device.of(q).sms, problem.batch * problem.heads_k
     calls: dict[str, Callable] = {}
+    if short:
+        return _short_variants(problem, operands, pages_of)
     for tile, shares in DENSE.items():
         for parts in {max(round(share * sms / items - 0.3), 1): None for share in shares}:  # not quite so many at a time
             calls[f"dense [{tile} x{parts}]"] = _dense_call(q, k, v, f"split_kv[{tile} x{parts}]")
@@ -121,6 +162,22 @@ def _variants(problem: Problem, operands, pages_of: Callable = in_pages) -> dict
     return calls
 
 
+def _short_variants(problem: Problem, operands, pages_of: Callable) -> dict[str, Callable]:
+    q, k, v = operands[:3]
+    number = [Problem.parse(text) for text in SHAPES].index(problem)
+    pages = {size: pages_of(k, v, size) for size in (16, 64)}
+    calls: dict[str, Callable] = {}
+    for kind, tiles in SHORT.items():
+        for tile in tiles[number]:
+            spelled = f"split_kv[{tile}]"
+            if kind == "dense":
+                call = _dense_call(q, k, v, spelled)
+            else:
+                call = paged_call(q, pages[64 if kind == "paged64" else 16], spelled, batch_invariant=kind == "invariant")
+            calls[f"{kind} [{tile}]"] = call
+    return calls
+
+
 def _dense_call(q, k, v, spelled: str) -> Callable:
     return lambda: attention(q, k, v, plan=spelled)
 
@@ -128,6 +185,7 @@ def _dense_call(q, k, v, spelled: str) -> Callable:
 def _build_ahead(options, number: int = BUILDERS) -> None:
     """Every kernel of the sweep, by processes beside each other: compiled one after another they would take minutes."""
     names = ("--only", options.only) if options.only else ("--rest",) if options.rest else ()
+    names += ("--short",) * options.short
     commands = [
         [sys.executable, str(Path(__file__).with_name("decode.py")), "--sweep", *names, "--build", f"{i}/{number}"]
         for i in range(number)
@@ -140,9 +198,12 @@ def _build_some(shapes, device: torch.device, options) -> None:
     """This process's share of them, on memory that nobody filled. Calls that differ in their parts alone share a build."""
     mine, of = map(int, options.build.split("/"))
     places: dict[tuple, int] = {}  # of what makes a build -> its number
-    jobs: list[Callable] = [lambda text=text: _shape_unfilled(Problem.parse(text), device) for text in shapes]
+    jobs: list[Callable] = [lambda text=text: _shape_unfilled(Problem.parse(text), device, options.short) for text in shapes]
     if not options.only:
-        jobs[:0] = [lambda: _unfilled(_latent(device, False)), lambda: _eight_bits_unfilled(device)]
+        jobs[:0] = [
+            lambda: _unfilled(_latent(device, False), options.short),
+            lambda: _eight_bits_unfilled(device, options.short),
+        ]
     for job in jobs:
         form, calls = job()
         for name, call in calls.items():
@@ -157,22 +218,22 @@ def _build_some(shapes, device: torch.device, options) -> None:
         torch.cuda.empty_cache()
 
 
-def _shape_unfilled(problem: Problem, device: torch.device) -> tuple:
+def _shape_unfilled(problem: Problem, device: torch.device, short: bool) -> tuple:
     k, v = (
         torch.empty(problem.batch, problem.len_k, problem.heads_k, problem.dim_qk, dtype=problem.dtype, device=device)
         for _ in "kv"
     )
     q = torch.empty(problem.batch, 1, problem.heads_q, problem.dim_qk, dtype=problem.dtype, device=device)
     form = (problem.group, problem.heads_k, problem.dim_qk, problem.batch if problem.batch < 16 else problem.batch % 16)
-    return form, _variants(problem, (q, k, v), pages_of=_in_order)
+    return form, _variants(problem, (q, k, v), short, pages_of=_in_order)
 
 
-def _unfilled(cache: _Cache) -> tuple:
-    return "latent", _latent_variants(cache)
+def _unfilled(cache: _Cache, short: bool) -> tuple:
+    return "latent", _latent_variants(cache, short)
 
 
-def _eight_bits_unfilled(device: torch.device) -> tuple:
-    return "8 bits", {name: call for _, _, found in _eight_bits_variants(device, False) for name, call in found.items()}
+def _eight_bits_unfilled(device: torch.device, short: bool) -> tuple:
+    return "8 bits", {name: call for _, _, found in _eight_bits_variants(device, short, False) for name, call in found.items()}
 
 
 def _in_order(k, v, size: int) -> tuple:
@@ -204,10 +265,10 @@ def _latent(device: torch.device, filled: bool = True) -> _Cache:
     return _cache(problem, device, filled, problem.dtype)
 
 
-def _latent_variants(cache: _Cache) -> dict[str, Callable]:
+def _latent_variants(cache: _Cache, short: bool) -> dict[str, Callable]:
     sms = Device.of(cache.q).sms
-    shares = (1, 2, 4)
-    return {f"[{tile} p{n * sms}]": cache.call(f"split_kv[{tile} p{n * sms}]") for tile in LATENT_TILES for n in shares}
+    tiles, shares = (SHORT_LATENT, (2,)) if short else (LATENT_TILES, (1, 2, 4))
+    return {f"[{tile} p{n * sms}]": cache.call(f"split_kv[{tile} p{n * sms}]") for tile in tiles for n in shares}
 
 
 def _first(cache: _Cache, scale: float) -> tuple[Problem, Operands]:
@@ -223,10 +284,12 @@ def _first(cache: _Cache, scale: float) -> tuple[Problem, Operands]:
 def _sweep_latent(device: torch.device, options) -> list[dict]:
     cache = _latent(device)
     moved = bytes_moved(cache.problem, cache.problem.batch * cache.problem.len_k)
-    return _timed(f"{cache.problem}", *_first(cache, 1.0), _latent_variants(cache), moved, device, options)
+    return _timed(f"{cache.problem}", *_first(cache, 1.0), _latent_variants(cache, options.short), moved, device, options)
 
 
-def _eight_bits_variants(device: torch.device, filled: bool = True) -> list[tuple[str, _Cache, dict[str, Callable]]]:
+def _eight_bits_variants(
+    device: torch.device, short: bool, filled: bool = True
+) -> list[tuple[str, _Cache, dict[str, Callable]]]:
     """Pages in 16 bits, in 8 with scales of heads, and with scales of pages."""
     problem = PagedProblem.parse(EIGHT_BITS)
     wide = _cache(problem, device, filled, problem.dtype)
@@ -241,14 +304,17 @@ def _eight_bits_variants(device: torch.device, filled: bool = True) -> list[tupl
         ("8 bits", narrow, of_heads, (1, 2, 3, 4, 8)),
         ("8 bits, scales of pages", narrow, of_pages, (2, 4)),
     ):
-        spelled = [f"{tile} p{n * sms}" for tile in EIGHT_BITS_TILES for n in shares]
+        tiles: dict[str, tuple[int, ...]] = dict.fromkeys(EIGHT_BITS_TILES, shares)
+        if short:
+            tiles = SHORT_SIXTEEN if cache is wide else SHORT_EIGHT_BITS
+        spelled = [f"{tile} p{n * sms}" for tile, each in tiles.items() for n in each]
         found.append((name, cache, {f"{name} [{one}]": cache.call(f"split_kv[{one}]", **scales) for one in spelled}))
     return found
 
 
 def _sweep_eight_bits(device: torch.device, options) -> list[dict]:
     rows = []
-    for name, cache, calls in _eight_bits_variants(device):
+    for name, cache, calls in _eight_bits_variants(device, options.short):
         first = _first(cache, 1.0 if name == "16 bits" else 2.0**-5)
         stored = sum(t.numel() * t.element_size() for t in (cache.k, cache.v))
         rows += _timed(f"{cache.problem} {name}", *first, calls, bytes_moved(cache.problem, 0) + stored, device, options)
