@@ -263,5 +263,7 @@ def test_hopper_takes_the_forward_and_says_why_it_passes_the_backward_over():
         problem = Problem.parse(f"b4 h16 q4096 k4096 d128 bf16 causal {words}")
         assert rowmax.plan(problem, rowmax.Device.named("H200")).algorithm == "hopper"
         plan = rowmax.plan(problem, rowmax.Device.named("H200"), direction="backward")
-        assert plan.algorithm == ("hopper" if words == "sink" else "q_outer")
-        assert words == "sink" or "no soft-cap and no ALiBi" in dict(plan.refusals)["hopper"]
+        assert plan.algorithm == ("q_outer" if "softcap" in words else "hopper")
+        assert "softcap" not in words or "no soft-cap" in dict(plan.refusals)["hopper"]
+    wide = rowmax.plan(problem.with_(dim_qk=192, alibi="head"), rowmax.Device.named("H200"), direction="backward")
+    assert "ALiBi up to 128 dimensions" in dict(wide.refusals)["hopper"]

@@ -28,7 +28,7 @@ PROBLEMS = {
 
 BACKWARD = (
     "b1 h8 q512 k512 d128 bf16 causal",
-    "b3 h4/2 q300 k300 d64 fp16 packed window(9,inf)",
+    "b3 h4/2 q300 k300 d64 fp16 packed window(9,inf) alibi(batch) sink",
     "b2 h4/2 q300 k300 d192/128 bf16",
     "b3 h2 q300 k300 d256 bf16 packed causal",
 )
@@ -186,7 +186,7 @@ def launched_backward(fake, text: str) -> dict:
         counts.append(fake.launches - launches)
     (again, _likes), *_ = list(hopper_backward._kept.values())[before:]
     calls = calls_of(problem, operands, tile, *given)
-    everything = (*operands[:5], *given, *hopper_backward.handed_on(calls))
+    everything = (*operands[:6], *given, *hopper_backward.handed_on(calls))
     differences, direct = [], []
     for (launcher, mine), call in zip(again.arguments(*everything), calls, strict=True):
         direct.append(launcher.is_direct)

@@ -93,21 +93,48 @@ def test_a_mutant_of_bent_scores_fails(name):
     assert fails(replacements, problem, testing.operands(problem, kind), tile, False, 2), f"mutant '{name}' lives"
 
 
-@pytest.mark.parametrize("text", ["b2 h4/2 q70 k90 d64 fp16 causal sink", "b3 h2 q130 k130 d64 bf16 packed window(40,3) sink"])
-def test_the_backward_behind_a_sink(text):
-    """Its kernels know nothing of it: the LSE does. The sink's own gradient is of the rows that they were given."""
+# ---- backward ----------------------------------------------------------------------------------------------------------------
+
+BEHIND, AROUND = (
+    "b2 h4/2 q70 k90 d64 fp16 causal alibi(batch)",
+    "b3 h4/2 q130 k130 d64 bf16 packed window(40,3) alibi(batch) sink",
+)
+
+
+def backward(text, kind="normal", mutants=()):
     problem, tile = Problem.parse(text), HopperBackwardTile.parse("128x128 s2 backward")
-    operands = testing.operands(problem)
+    operands = testing.operands(problem, kind)
     out, lse = testing.attend(problem, operands)
     cotangents = testing.cotangents(problem)
     given = (problem, operands, tile, out, lse, *cotangents)
-    *grads, _suspect = simulate_backward.backward(*given)
-    calls = hopper_backward_calls(*given, *map(torch.empty_like, operands[:3]))
-    launch._launch(out.device, calls[0])
-    rows = hopper_backward._rows(problem, hopper_backward.handed_on(calls))
-    sink = scored_launch.sink_gradient(operands.sink, *rows)
-    report = testing.check_backward(problem, operands, [*grads, sink], *cotangents, out)
+    *grads, _suspect = simulate_backward.backward(*given, mutants=mutants)
+    if problem.sink:  # its kernels know nothing of it: the LSE does; its own gradient is of the rows that they were given
+        calls = hopper_backward_calls(*given, *map(torch.empty_like, operands[:3]))
+        launch._launch(out.device, calls[0])
+        rows = hopper_backward._rows(problem, hopper_backward.handed_on(calls))
+        grads.append(scored_launch.sink_gradient(operands.sink, *rows))
+    return testing.check_backward(problem, operands, grads, *cotangents, out)
+
+
+@pytest.mark.parametrize("text", [BEHIND, AROUND, "b2 h4/2 q70 k90 d64 fp16 causal sink"])
+def test_the_backward_of_bent_scores_is_right(text):
+    report = backward(text)
     assert report.ok, str(report)
+
+
+BACKWARD_MUTANTS = {
+    "slope of the first head": (only("notes.index(NOTES + turn % BUILD.GROUP)", "notes.index(NOTES)"), BEHIND),
+    "slopes of the first KV head": (only("head * BUILD.GROUP + member)", "member)"), BEHIND),
+    "slopes of the first sequence": (only("(b + sequence).to", "(0 * b).to"), AROUND),
+    "ALiBi from the top left": (only("keys = col - shift - row", "keys = col - row"), BEHIND),
+    "keys of the first consumer": (only("COL) + CONSUMER * KEYS\n            shift", "COL)\n            shift"), BEHIND),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_MUTANTS)
+def test_a_mutant_of_the_backward_fails(name):
+    replacements, text = BACKWARD_MUTANTS[name]
+    assert not backward(text, mutants=replacements).ok, f"mutant '{name}' lives"
 
 
 # ---- PTX ---------------------------------------------------------------------------------------------------------------------

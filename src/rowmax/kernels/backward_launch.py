@@ -4,7 +4,7 @@ from typing import Any, Optional
 
 import torch
 
-from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor, alibi_of
 from rowmax.kernels.launch import Call, _bounded, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, misfit, padded_dims
@@ -62,23 +62,26 @@ def hopper_backward_calls(
     build = Build(
         *(problem.packed, problem.group // tile.parts, tile.parts, problem.dim_qk, problem.dim_v),
         *(tile.block_m, block_d, block_dv, tile.stages, tile.block_n // KEYS, *tile.registers()),
+        *(alibi_of(problem), problem.alibi == "batch"),
     )
     numbers = (
         *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles),
         *(_heads_together(problem, tile), problem.len_q, problem.len_k, build),
     )
     pointers = (dk, dv) if problem.packed and tile.parts == 1 else parts
-    tensors = (*sources, *pointers, suspect, cu_seqlens_q, cu_seqlens_k)
+    tensors = (*sources, *pointers, suspect, cu_seqlens_q, cu_seqlens_k, operands.slopes)
     backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k * tile.parts), tensors, numbers, tile)
 
     row_tiles, programs = _row_programs(problem)
     flags_each = GUARDED_FLAGS if tile.parts == 1 else 1
     tensors = (q, k, v, grad_out, sums, *parts, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
+    tensors = (*tensors, operands.slopes)
     numbers = (
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
         *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, row_tiles, key_tiles, programs, flags),
         *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),
         *(_padded(problem.dim_qk), _padded(problem.dim_v), ROWS, KEYS, flags_each, tile.parts),
+        problem.alibi == "batch",
     )
     finish = Call(finish_kernel, programs + -(-flags // flags_each), tensors, numbers, Tile(ROWS, 1, 4, 1))
     return prepare, backward, finish

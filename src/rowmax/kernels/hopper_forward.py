@@ -123,7 +123,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     build = Build(
         *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv, block_o),
         *(banded, skips, prescale, cap is not None),
-        *(_alibi(problem), problem.sink, problem.alibi == "batch"),
+        *(alibi_of(problem), problem.sink, problem.alibi == "batch"),
         *(tile.stages, tile.q_stages, tile.consumers),
         *(tile.pingpong, tile.lazy),
         tile.schedule,
@@ -160,7 +160,8 @@ def _scored(problem: Problem) -> tuple[bool, Optional[float]]:
     return cap_factor(problem)
 
 
-def _alibi(problem: Problem) -> str:
+def alibi_of(problem: Problem) -> str:
+    """For a kernel's `ALIBI`."""
     return "" if not problem.alibi else "behind" if problem.band.right == 0 else "around"
 
 

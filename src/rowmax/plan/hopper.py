@@ -138,8 +138,10 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
     if direction != "backward":
         return None
-    if problem.softcap or problem.alibi:
-        return "its backward computes sink logits, but no soft-cap and no ALiBi"
+    if problem.softcap:
+        return "its backward computes no soft-cap, whose derivative needs registers that there are not"
+    if problem.alibi and backward_of(problem) is hopper_wide:
+        return f"its backward computes ALiBi up to {hopper_backward.LARGEST} dimensions only"
     return backward_of(problem).refuses(problem)
 
 

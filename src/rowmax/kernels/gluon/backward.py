@@ -21,6 +21,9 @@ Who waits for whom:
   flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each product
   is issued where those of an earlier one have become free.
 
+Slopes are added to the scores (`scores.py`); a sink needs nothing here, as it is in the LSE. A soft-cap's derivative would have to
+be kept for each score from P to dS: 32 registers more, of which there are 3.
+
 What was tried and was slower stands in `docs/lessons/hopper-backward.md`.
 
 NaN and infinities. Where a query does not see a key, P is 0, but 0 * NaN is NaN, in all three products. 64 keys whose dK or dV
@@ -47,7 +50,7 @@ from rowmax.kernels.gluon.layouts import (
     sum_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import store_wait, tma_add, tma_store
+from rowmax.kernels.gluon.names import as_bits, as_number, store_wait, tma_add, tma_store
 from rowmax.kernels.gluon.ring import (
     buffer_of,
     fill,
@@ -59,6 +62,7 @@ from rowmax.kernels.gluon.ring import (
     release,
     wait_full,
 )
+from rowmax.kernels.gluon.scores import slopes_of_keys
 from rowmax.kernels.tile_ops import end_query, first_query, query_ranges
 
 KEYS = gl.constexpr(64)  # of a consumer
@@ -67,7 +71,7 @@ NOWHERE = gl.constexpr(0x40000000)  # a row past the end of every tensor
 SHARES = gl.constexpr(2)  # turns whose dS are in shared memory
 # What is not needed in every turn: in shared memory instead of registers.
 COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q, SHIFT, TOTAL_K = map(gl.constexpr, range(10))
-NOTES = gl.constexpr(10)
+NOTES = gl.constexpr(10)  # behind them, slopes of a group, in units of log2
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Build:
         BLOCK_M: queries of a tile.
         STAGES: Q and dO tiles in flight.
         CONSUMERS: of 64 keys each.
+        ALIBI, PER_SEQUENCE: as in the forward.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
 
@@ -96,6 +101,8 @@ class Build:
     CONSUMERS: int
     REGISTERS: int
     PRODUCER_REGISTERS: int
+    ALIBI: str
+    PER_SEQUENCE: bool
 
     def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
         for name, value in vars(self).copy().items():
@@ -302,7 +309,15 @@ def _consumer(
         wait_full(do_ring, turn, BUILD.STAGES)
         dp = _scores(v, do, BUILD)
         lse = lse_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
-        p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+        if BUILD.ALIBI == "":
+            p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+        else:
+            slope = as_number(gl.max(notes.index(NOTES + turn % BUILD.GROUP).load(number_layout(gl.num_warps())), 0))
+            own_row = row - _note(notes, BEGIN_Q)
+            own_col = _note(notes, COL) + CONSUMER * KEYS
+            shift = _note(notes, LEN_K) - _note(notes, LEN_Q)
+            x = slopes_of_keys(s * scale_log2, own_row, own_col, shift, slope, BUILD.ALIBI == "around")
+            p = gl.exp2(x - gl.expand_dims(lse, 0))
         if (row < full) | (row >= full_end):
             col = _note(notes, COL) + CONSUMER * KEYS
             p = _hide(p, row - _note(notes, BEGIN_Q), col, _note(notes, LEN_Q), _note(notes, LEN_K), band)
@@ -399,6 +414,7 @@ def backward_kernel(
     dk_ptr, dv_ptr,  # packed: [T, H, D]; with PARTS: fp32 [B * H * PARTS, T, D], H outside T; None: dense
     suspect_ptr,  # int32, one for every 64 keys, numbered as by `address.locate`, all 0: becomes 1 where a key is suspect
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     scale_log2, band, batch, heads, tiles, members, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
@@ -437,7 +453,8 @@ def backward_kernel(
     else:
         flag = (b * heads + head) // BUILD.PARTS * gl.cdiv(len_k, KEYS) + col // KEYS
     ranges = ranges_of(col, begin_q, own_q, own_k, band, BUILD)
-    notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], slot_layout())
+    MEMBERS: gl.constexpr = BUILD.GROUP if BUILD.ALIBI != "" else 0
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES + MEMBERS, 1], slot_layout())
     zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
     notes.index(COL).store(zero + col)
     notes.index(HEAD).store(zero + head)
@@ -448,6 +465,12 @@ def backward_kernel(
     notes.index(BEGIN_Q).store(zero + begin_q)
     notes.index(LEN_Q).store(zero + own_q)
     notes.index(TOTAL_K).store(zero + len_k)
+    if BUILD.ALIBI != "":
+        if BUILD.PER_SEQUENCE:
+            slopes_ptr += (b + sequence).to(gl.int64) * (heads * BUILD.GROUP)
+        for member in gl.static_range(MEMBERS):
+            slope = gl.load(slopes_ptr + head * BUILD.GROUP + member) * 1.4426950408889634
+            notes.index(NOTES + member).store(zero + as_bits(slope))
     if BUILD.PACKED:
         notes.index(SHIFT).store(zero + line_begin(begin_q, sequence) - begin_q)
     else:

@@ -8,7 +8,7 @@ had parts of a group of query heads, it adds up their dK and dV.
 import triton
 import triton.language as tl
 
-from rowmax.kernels.address import find_sequence, head_base, line_begin, load_tile, locate, store_tile
+from rowmax.kernels.address import find_sequence, head_base, line_begin, load_tile, locate, slopes_base, store_tile
 from rowmax.kernels.tile_ops import GUARD, any_of
 from rowmax.kernels.triton.backward import LOG2E, _store_guarded_dq, _walk_queries
 
@@ -68,10 +68,11 @@ def finish_kernel(
     dq_ptr, dk_ptr, dv_ptr,  # results: dq whole, the others where a mark is
     lse_ptr, delta_ptr, suspect_ptr,  # of `prepare_kernel` and `backward_kernel`
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     q_strides, k_strides, v_strides, do_strides, dq_strides, dk_strides, dv_strides,  # (batch, row, head)
     scale, band, batch, heads, tiles, key_tiles, programs, flags, len_q, len_k, line_length,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FLAGS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FLAGS: tl.constexpr, PARTS: tl.constexpr, PER_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
     """The first `programs` have ROWS rows of dQ each, the others FLAGS marks of KEYS keys each; with PARTS, a key tile."""
     pid = tl.program_id(0)
@@ -88,12 +89,15 @@ def finish_kernel(
             if any_of(sums != sums) > 0:  # perhaps a NaN or infinity of K or V that not every row sees
                 tl.debug_barrier()
                 own = line * line_length + _place(pid, begin_q, cu_seqlens_q, batch, tiles, ROWS)
+                if slopes_ptr is not None:
+                    slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, ROWS, PER_SEQUENCE)
                 _store_guarded_dq(
                     head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
                     head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(do_ptr, do_strides, b, begin_q, head),
                     dq_base, lse_ptr + own, delta_ptr + own, q_strides[1], k_strides[1], v_strides[1], do_strides[1],
                     dq_strides[1], row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale,
-                    None, None, None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    None, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
+                    None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
     else:
         first = (pid - programs) * FLAGS
@@ -110,6 +114,7 @@ def finish_kernel(
                 if tl.max(tl.where(numbers == number, marks, 0), 0) > 0:
                     _store_guarded_keys(
                         number, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k,
+                        slopes_ptr, PER_SEQUENCE,
                         q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads,
                         key_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, KEYS,
                     )  # fmt: skip
@@ -147,6 +152,7 @@ def _add_parts(
 @triton.jit
 def _store_guarded_keys(
     number, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k,
+    slopes_ptr, PER_SEQUENCE: tl.constexpr,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads, key_tiles, len_q, len_k,
     line_length,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -164,6 +170,13 @@ def _store_guarded_keys(
     v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
     q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
     do_base = head_base(do_ptr, do_strides, b, begin_q, first_head)
+    if slopes_ptr is None:
+        slopes = None
+    else:
+        pid = number - number % key_tiles + (key_tiles - 1 - number % key_tiles)
+        slopes = first_head + slopes_base(
+            slopes_ptr, pid, cu_seqlens_k, batch, heads // GROUP, key_tiles, heads, KEYS, PER_SEQUENCE
+        )
     zero = own_q * 0
     for piece in range(col, tl.minimum(col + KEYS, own_k), GUARD):
         dk, dv, _ = _walk_queries(
@@ -172,7 +185,7 @@ def _store_guarded_keys(
             load_tile(v_base, piece, v_strides[1], own_k, DIM_V, GUARD, BLOCK_DV, True),
             q_base, do_base, lse_ptr + own, delta_ptr + own, q_strides, do_strides, (zero, zero, zero, own_q), piece,
             line_length, own_q, own_k, own_k - own_q, band, scale * LOG2E,
-            None, None, None, None, None, None, None, None, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV,
+            None, slopes, None, None, None, None, None, None, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV,
             True, True, True, True, 1,
         )  # fmt: skip
         dk_base = head_base(dk_ptr, dk_strides, b, begin_k, kv_head)

@@ -35,6 +35,7 @@ def repair_kernel(
                 if number < key_flags:
                     _store_guarded_keys(
                         number, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k,
+                        None, False,
                         q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads,
                         key_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, SIZE,
                     )  # fmt: skip

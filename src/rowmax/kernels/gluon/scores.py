@@ -90,6 +90,24 @@ def add_slopes(s, row, col, shift, slope, AHEAD: gl.constexpr):
 
 
 @gluon.jit
+def slopes_of_keys(s, row, col, shift, slope, AHEAD: gl.constexpr):
+    """`s - slope |i + shift - j|` of transposed scores, `[keys, queries]`; without AHEAD, `slope (j - shift - i)`.
+
+    A query is 8 i + 2 t + e, of which a thread has every i: constants.
+    """
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    eights = (8 * along(parts.shape[1], LAYOUT, 1)).to(gl.float32)
+    own = 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
+    keys = col - shift - row + along(s.shape[0], LAYOUT, 0)
+    if AHEAD:
+        parts = parts - slope * gl.abs((keys - own).to(gl.float32) - eights)
+    else:
+        parts = (parts + slope * keys.to(gl.float32)) - (slope * eights + slope * own.to(gl.float32))
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
 def with_sink(m, l, sink):
     """`(m, l, alpha)` with one more key of logit `sink`, all in units of log2. Their values are to be scaled by alpha."""
     m_new = gl.maximum(m, sink)
