@@ -86,13 +86,15 @@ def larger_paged_calls_are_right():
 @check
 def multi_head_latent_attention_reads_its_memory_once():
     """Values that are the first columns of the keys, in the same memory."""
-    problem = PagedProblem.parse("b4 h16/1 q2 k512 d576/512 bf16 causal paged64")
-    given, flat, packed = paged.paged_operands(problem, [(2, 512), (2, 300), (2, 1), (2, 65)], device="cuda")
-    shared = given._replace(v_pages=given.k_pages[..., :512])
-    for splits in (1, 3):
-        results = paged.as_packed(problem, *paged.attend_paged(problem, shared, num_splits=splits))
-        report = testing.check_forward(flat, packed._replace(v=packed.k[..., :512]), *results)
-        assert report.ok, str(report)
+    for heads, queries in ((16, 2), (16, 1), (128, 1)):
+        problem = PagedProblem.parse(f"b4 h{heads}/1 q{queries} k512 d576/512 bf16 causal paged64")
+        lengths = [(queries, keys) for keys in (512, 300, 1, 65)]
+        given, flat, packed = paged.paged_operands(problem, lengths, device="cuda")
+        shared = given._replace(v_pages=given.k_pages[..., :512])
+        for splits in (None, 1, 3):
+            results = paged.as_packed(problem, *paged.attend_paged(problem, shared, num_splits=splits))
+            report = testing.check_forward(flat, packed._replace(v=packed.k[..., :512]), *results)
+            assert report.ok, str(report)
 
 
 @check
