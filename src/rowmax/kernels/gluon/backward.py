@@ -21,8 +21,8 @@ Who waits for whom:
   flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each product
   is issued where those of an earlier one have become free.
 
-Slopes are added to the scores (`scores.py`); a sink needs nothing here, as it is in the LSE. A soft-cap's derivative would have to
-be kept for each score from P to dS: 32 registers more, of which there are 3.
+Slopes are added to the scores (`scores.py`); a sink needs nothing here, as it is in the LSE. A soft-cap's derivative would have
+to be kept for each score from P to dS: 32 registers more, of which there are 3.
 
 What was tried and was slower stands in `docs/lessons/hopper-backward.md`.
 
