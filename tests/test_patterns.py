@@ -52,6 +52,20 @@ def test_the_same_as_a_dense_mask(options, lengths):
     same(*results)
 
 
+def test_second_order():
+    """A backward through the backward, and forward mode, against autograd through the definition."""
+    inputs, options = [t.requires_grad_() for t in random_call(7, 10, batch=1)], {"sink_tokens": 3, "prefix": 2, "chunk": 6}
+    ours = lambda *t: rowmax.attention(*t, window=(2, 0), **options)  # noqa: E731
+    theirs = lambda *t: reference.attention(*t, left=2, right=0, **options)[0]  # noqa: E731
+    results = []
+    for attend in (ours, theirs):
+        first = torch.autograd.grad(attend(*inputs).sin().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), inputs)
+        primals = tuple(t.detach() for t in inputs)
+        results.append((*second, torch.func.jvp(attend, primals, tuple(t.cos() for t in primals))[1]))
+    same(*results)
+
+
 def test_chunks_are_sequences_of_their_own():
     q, k, v = random_call()
     ends = torch.tensor([0, 5, 10, 12], dtype=torch.int32)
