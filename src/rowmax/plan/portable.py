@@ -31,7 +31,7 @@ _HOPPER = {
     # 262 / 262, with it dK 32x128 w8 s2 tma: 250 / 247, dV 64x128 w8 s2 tma: 259 / 269). dK and dV in one kernel spill.
     256: ("128x64 w8 s2 tma", "128x32 w8 s3", "64x128 w8 s1 tma", "32x128 w8 s3 tma"),
 }
-# Sink tokens, prefixes and chunks take the same tiles, untimed. With chunks dK spills 24 to 32 bytes at 256 dimensions, and on a
+# Sink tokens, prefixes and chunks take the same tiles, untimed. With chunks dK spills 24 to 32 bytes at 256 dimensions, on a
 # B200 dK/dV 32 bytes at 128; no other kernel of 64, 128 and 256 dimensions and of the four generations does.
 # Of a backward that bends scores (soft-cap, ALiBi), which takes more registers: the tiles above spill. Untimed. Soft-cap and
 # slopes for each sequence together spill 8 and 24 bytes at 128 dimensions.
