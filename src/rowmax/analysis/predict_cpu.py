@@ -13,6 +13,7 @@ from rowmax.analysis.launches import Launch, Lengths, Turn
 from rowmax.device import Device
 from rowmax.mask import Band
 from rowmax.plan import Plan
+from rowmax.plan.cpu import block_rows
 from rowmax.plan.tile import early, key_ranges
 from rowmax.problem import Problem
 
@@ -51,14 +52,15 @@ def rates_of(problem: Problem, plan: Plan, direction: str) -> CpuRates:
     return found._replace(flops_per_s=found.flops_per_s / slower, score_s=found.score_s * slower)
 
 
-def work(problem: Problem, plan: Plan, lengths: Lengths) -> tuple[int, int, int]:
+def work(problem: Problem, plan: Plan, direction: str, lengths: Lengths) -> tuple[int, int, int]:
     """`(scores of all heads, those in blocks with a mask, tiles)` as computed."""
     tile = plan.tiles[0]
+    step = block_rows(tile, problem.band, direction)
     scores = masked = tiles = 0
     for len_q, len_k in lengths:
-        for row in range(0, len_q, tile.block_m):
-            start, full_start, full_end, end = key_ranges(row, tile.block_m, len_q, len_k, 1, problem.band)
-            rows, before = min(tile.block_m, len_q - row), early(start, problem.band)
+        for row in range(0, len_q, step):
+            start, full_start, full_end, end = key_ranges(row, step, len_q, len_k, 1, problem.band)
+            rows, before = min(step, len_q - row), early(start, problem.band)
             scores += rows * (end - start + before)
             masked += rows * (full_start - start + end - full_end + before) if problem.band != Band() else 0
             tiles += -(-(end - start) // tile.block_n) + -(-before // tile.block_n)
@@ -74,7 +76,7 @@ def terms(
         KeyError: there is no model of the algorithm.
     """
     rates = rates_of(problem, plan, direction)
-    scores, masked, tiles = work(problem, plan, lengths)
+    scores, masked, tiles = work(problem, plan, direction, lengths)
     dims = (problem.dim_qk, problem.dim_v)
     width = dims[0] + dims[1] if direction == "forward" else 3 * dims[0] + 2 * dims[1]
     share = THREADS / max(device.sms, 1)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from rowmax.mask import AnyBand, early_keys, end_key, first_key, first_query, visible
+from rowmax.plan.cpu import block_rows
 from rowmax.plan.tile import early, key_ranges
 
 # The type that scores are computed in. A half type's products are exact in fp32; fp16 matmuls are 40 times slower here.
@@ -228,8 +229,7 @@ class Chunks(NamedTuple):
     def of(cls, tile, geometry: Geometry, batch: int, heads_k: int, group: int, half: bool, by_head=False) -> "Chunks":
         """`half`: scores take 2 bytes, and twice as many heads fit. `by_head`: of few heads all sequences."""
         most_scores = (1 + half) * tile.block_m * tile.block_n
-        # Of a window of w keys a block of r rows reads w + r: fewer rows waste less.
-        rows = tile.block_m if None in geometry.band[:2] else tile.block_m // 2
+        rows = block_rows(tile, geometry.band, "backward")  # the forward's pieces are one block each
         step = max(1, min(rows, geometry.len_q))
         widest = max((max(block.end - block.start, block.early) for block in geometry.row_blocks(step)), default=0)
         width = max(1, min(widest, tile.block_n))

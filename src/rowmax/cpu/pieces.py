@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from rowmax.cpu.blocks import Chunks, Geometry
 from rowmax.mask import Band
+from rowmax.plan.cpu import CUT_ROWS as STEP
 
-# Rows of a block. Of a window of 257 keys 64 compute 1.25 times the visible pairs, 128 compute 1.5 times as many.
-STEP = 64
 _MOST_SCORES = 2**20  # of an operation: they stay in the caches
 # Fewer are not worth operations of their own.
 _LEAST_SCORES = 2**18
