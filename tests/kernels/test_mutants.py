@@ -283,15 +283,15 @@ CPU_MUTANTS = {
     "gradient of the LSE dropped": (CPU_BACKWARD, "delta -= grad_lse.movedim(-1, -2)", "pass", 1),
     "gradient of the LSE added": (CPU_BACKWARD, "delta -= grad_lse", "delta += grad_lse", 1),
     "dQ without the scale": (CPU_BACKWARD, "beta=0, alpha=chunk.scale / chunk.unit", "beta=0, alpha=1 / chunk.unit", 1),
-    "dK without the scale": (CPU_BACKWARD, "(dk, dk_acc, chunk.scale)", "(dk, dk_acc, 1.0)", 1),
-    "dK of the last block alone": (CPU_BACKWARD, "acc.add_(part", "acc.zero_().add_(part", 1),
+    "dK without the scale": (CPU_BACKWARD, "(dk, dk_sum, chunk.scale)", "(dk, dk_sum, 1.0)", 1),
+    "dK of the last block alone": (CPU_BACKWARD, "self.value()[:, cols].add_(", "self.value().zero_()[:, cols].add_(", 1),
     "dQ of the last tile alone": (
         CPU_BACKWARD,
         "tile_dq if row_dq is None else row_dq.to(",
         "tile_dq if True else row_dq.to(",
         1,
     ),
-    "P of the backward not hidden": (CPU_BACKWARD, "        block.hide(x, cols, scratch, exact=False)\n", "", 1),
+    "P of the backward not hidden": (CPU_BACKWARD, "        block.hide(x, cols, scratch, exact)\n", "", 1),
     "values that show rounded scores are not looked for": [
         (HALF, 'return bool((error.abs() <= UNIT_ROUNDOFF["bf16"] * terms).all())', "return True", 1),
         (HALF, "return bool((most <= 6 * mean).all())", "return True", 1),
