@@ -67,6 +67,24 @@ def test_results(text, kind):
         assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_a_nan_reaches_exactly_the_rows_that_see_it(where):
+    """In the head, a block and the tail; without it every other row is the same bit for bit."""
+    problem = Problem.parse("b1 h4 q500 k500 d8 fp32 window(200,0)")
+    operands = testing.operands(problem)
+    clean, clean_lse = testing.attend(problem, operands)
+    for at in (20, 300, 495):
+        given = getattr(operands, where).clone()
+        given[0, at, 1, 3] = torch.nan
+        out, lse = testing.attend(problem, operands._replace(**{where: given}))
+        reached = torch.zeros(500, dtype=torch.bool)
+        reached[at : at + 1 if where == "q" else min(at + 201, 500)] = True
+        assert torch.equal(out[0, ~reached, 1], clean[0, ~reached, 1])
+        assert torch.equal(lse[0, 1, ~reached], clean_lse[0, 1, ~reached])
+        assert bool(out[0, reached, 1].isnan().any(-1).all())
+        assert torch.equal(out[:, :, (0, 2, 3)], clean[:, :, (0, 2, 3)])
+
+
 def test_rounded_scores_are_decided_for_the_whole(monkeypatch):
     problem = Problem.parse("b1 h2 q1500 k1500 d64 bf16 window(256,0)")
     asked, tried = [], []
