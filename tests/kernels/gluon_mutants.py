@@ -311,7 +311,7 @@ MUTANTS = {
         STATIC,
         "probe",
     ),
-    "aligned to the top left": (only("row, col, len_k, len_k - len_q, band)", "row, col, len_k, 0, band)"), CAUSAL, STATIC),
+    "aligned to the top left": (only("row, col, len_k, len_k - len_q, band,", "row, col, len_k, 0, band,"), CAUSAL, STATIC),
     "no mask at the left edge": (only(EDGES, "key_tile >= end"), WIDE, STATIC),
     "no mask at the right edge": (only(EDGES, "key_tile < first"), CAUSAL, STATIC),
     "masks of the first key tile alone": (only("if FIRST or BUILD.BANDED:", "if FIRST:"), CAUSAL, STATIC),

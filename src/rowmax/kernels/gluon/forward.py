@@ -276,8 +276,8 @@ def _producer(work, bent, band, total, counter, sources, buffers, rings, slots, 
 
 
 @gluon.jit
-def _mask(s, row, col, len_k, shift, band):
-    """-inf where a key is not visible. A column is 8 i + 2 t + e, of which a thread has every i: constants to compare with."""
+def _mask(s, row, col, len_k, shift, band, hidden):
+    """`hidden` where a key is not visible. A column is 8 i + 2 t + e; a thread has every i: constants to compare with."""
     parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
     rows = row + along(s.shape[0], LAYOUT, 0)
@@ -286,7 +286,7 @@ def _mask(s, row, col, len_k, shift, band):
     seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own
     if band.left is not None:
         seen = seen & (eights >= first_key(rows, shift, band) - own)
-    return gl.convert_layout(gl.where(seen, parts, float("-inf")).reshape(s.shape), s.type.layout)
+    return gl.convert_layout(gl.where(seen, parts, hidden).reshape(s.shape), s.type.layout)
 
 
 @gluon.jit
@@ -311,6 +311,17 @@ def _scale_rows(acc, factor):
 
 
 @gluon.jit
+def _place(slots, round, key_tile, work, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
+    """`(row, col, len_q, len_k)`: where a tile of scores lies in its sequence."""
+    _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
+    if BUILD.PACKED:
+        len_q = told(slots, round, SLOTS, LEN_Q)
+        len_k = told(slots, round, SLOTS, LEN_K)
+    row = CONSUMER * ROWS + told(slots, round, SLOTS, ROW)
+    return row, key_tile * BUILD.BLOCK_N + told(slots, round, SLOTS, START), len_q, len_k
+
+
+@gluon.jit
 def _softmax(
     s, m, l, slots, round, key_tile, full, work, band, scale_log2, cap, v_buffers,
     FIRST: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
@@ -319,6 +330,11 @@ def _softmax(
     if BUILD.PRESCALE:
         s = s * scale_log2
     if BUILD.CAP:
+        if BUILD.BANDED or FIRST:  # what is hidden has no say in how the cap is computed
+            first, end = full
+            if (key_tile >= end) | (key_tile < first):
+                own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
+                s = _mask(s, own_row, own_col, own_k, own_k - own_q, band, 0.0)
         s, top, factors = cap_scores(s, cap, 1.0 if BUILD.PRESCALE else scale_log2, BUILD.BLOCK_N // 2)
     if FIRST or BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
         first, end = full
@@ -329,17 +345,12 @@ def _softmax(
                 len_k = told(slots, round, SLOTS, LEN_K)
             row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
             col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
-            s = _mask(s, row, col, len_k, len_k - len_q, band)
+            s = _mask(s, row, col, len_k, len_k - len_q, band, float("-inf"))
     if BUILD.ALIBI != "":
         if BUILD.CAP:
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
-        _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
-        if BUILD.PACKED:
-            len_q = told(slots, round, SLOTS, LEN_Q)
-            len_k = told(slots, round, SLOTS, LEN_K)
-        row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
-        col = key_tile * BUILD.BLOCK_N + told(slots, round, SLOTS, START)
-        s = add_slopes(s, row, col, len_k - len_q, as_number(told(slots, round, SLOTS, SLOPE)), BUILD.ALIBI == "around")
+        own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
+        s = add_slopes(s, own_row, own_col, own_k - own_q, as_number(told(slots, round, SLOTS, SLOPE)), BUILD.ALIBI == "around")
     if BUILD.CAP and BUILD.ALIBI == "":
         p, m, l, alpha = capped_step(
             s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY
