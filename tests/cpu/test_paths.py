@@ -162,6 +162,19 @@ def test_a_non_finite_value_reaches_exactly_those_who_see_it(algorithm, where, v
             assert bool(poisoned[name][:, 20, 0].isnan().any()), name
 
 
+@pytest.mark.parametrize("text", ["b1 h2 q9 k5 d8 fp32 causal", "b1 h2 q9 k9 d8 fp32 mask(q)", "b1 h2 q9 k9 d8 fp32 mask(q) sink"])
+def test_a_nan_in_a_query_that_sees_no_key_goes_nowhere(text):
+    problem = Problem.parse(text)
+    operands = testing.operands(problem)
+    if problem.mask:
+        operands.mask[:] = True
+        operands.mask[..., 2, :] = False
+    clean = run(problem, operands, "tiled", torch.ones(problem.outputs()[0]))
+    operands.q[0, 2, 1, 3] = torch.nan
+    for one, other in zip(run(problem, operands, "tiled", torch.ones(problem.outputs()[0])), clean, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("first", [550, 599])
 def test_hidden_values_in_bf16_with_many_keys(value, first):

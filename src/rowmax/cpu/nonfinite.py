@@ -39,12 +39,13 @@ def backward(problem, operands, out, lse, grad_out, grad_lse, grads, run):
     bad_q, bad_k, bad_v = (~torch.isfinite(t) for t in operands[:3])
     bad_do = torch.zeros_like(out, dtype=torch.bool) if grad_out is None else ~torch.isfinite(grad_out)
     rows_lse = lse.movedim(-1, -2)  # [B, T, H]
-    no_weights = bad_q.any(-1) | torch.isnan(rows_lse) | torch.isposinf(rows_lse)
+    # A row with a NaN has that in its LSE, if it sees a key; if it sees none, the NaN goes nowhere.
+    no_weights = torch.isinf(operands.q).any(-1) | torch.isnan(rows_lse) | torch.isposinf(rows_lse)
     no_scores = bad_do.any(-1)
     if grad_lse is not None:
         no_scores = no_scores | ~torch.isfinite(grad_lse.movedim(-1, -2))
     k_marks, v_marks = bad_k.any(-1), bad_v.any(-1)
-    if not any(bool(t.any()) for t in (no_weights, no_scores, k_marks, v_marks)):
+    if not any(bool(t.any()) for t in (bad_q, no_weights, no_scores, k_marks, v_marks)):
         return grads
     for (_, weights, scores), (_, _, k_mark, v_mark) in blocks.sequences(
         problem, operands, (no_weights, no_scores), (k_marks, v_marks)
