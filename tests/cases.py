@@ -254,7 +254,7 @@ def may_refuse(case: Case, backend: str) -> bool:
     plain = case.problem.plain and case.problem.windowed
     if backend == "hopper":  # 16 bits; `tests/kernels/test_gluon_plan.py` and `test_gluon_scores.py` pin what it takes
         return (
-            bool(case.problem.pairs or case.problem.dropout or not case.problem.windowed)
+            bool(case.problem.pairs or case.problem.dropout or case.problem.score_mod or not case.problem.windowed)
             or case.problem.softcap > 1000
             or case.problem.dtype_name not in ("fp16", "bf16")
             or case.layout in ("odd", "broadcast")
