@@ -182,7 +182,7 @@ def _backward(
     lse = our_lse(lse).contiguous()
     if dropout_p:
         slopes = None if slopes is None else slopes.to(lse.dtype)
-        call = (dout, None, out, lse, q, k, v, cu_q, cu_k, slopes, None, None, None, rng[:1], *numbers)
+        call = (dout, None, out, lse, q, k, v, cu_q, cu_k, slopes, None, None, None, rng[:1], None, *numbers)
         odds = (max(float(softcap), 0.0), float(dropout_p))
         grads = torch.ops.rowmax.backward_masked([*needs, False, False], *call, *odds)
     elif softcap > 0 or slopes is not None:
