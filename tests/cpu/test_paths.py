@@ -162,7 +162,9 @@ def test_a_non_finite_value_reaches_exactly_those_who_see_it(algorithm, where, v
             assert bool(poisoned[name][:, 20, 0].isnan().any()), name
 
 
-@pytest.mark.parametrize("text", ["b1 h2 q9 k5 d8 fp32 causal", "b1 h2 q9 k9 d8 fp32 mask(q)", "b1 h2 q9 k9 d8 fp32 mask(q) sink"])
+@pytest.mark.parametrize(
+    "text", ["b1 h2 q9 k5 d8 fp32 causal", "b1 h2 q9 k9 d8 fp32 mask(q)", "b1 h2 q9 k9 d8 fp32 mask(q) sink"]
+)
 def test_a_nan_in_a_query_that_sees_no_key_goes_nowhere(text):
     problem = Problem.parse(text)
     operands = testing.operands(problem)
