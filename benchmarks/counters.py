@@ -32,13 +32,12 @@ from rowmax.analysis import workers
 from rowmax.analysis.cost import bytes_of
 from rowmax.analysis.ncu import PLACES, by_job, command_of, find_ncu, kernels_of, known_metrics, once
 from rowmax.analysis.predict import Constants, predict
-from rowmax.analysis.verdict import nearly, verdict_of
+from rowmax.analysis.verdict import EMPTY_S, nearly, verdict_of
 from rowmax.device import Rates
 from rowmax.problem import Problem
 from shapes import FORWARD
 
 BYTES_OFF = 0.10
-EMPTY_S = 1.7e-6  # that a kernel without work takes under ncu: it is launching, and counted there
 DENSE_BYTES = 7e9  # of scores and weights
 DRAWN = 28  # with the list of bytes' own plans 40 problems
 

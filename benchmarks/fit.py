@@ -4,14 +4,15 @@
     python benchmarks/fit.py --free sync edge --rounds 4
 
 Rows: those of `generations.py` drawn with other seeds than the one that is reported, forward rows of `run.py` on an H200,
-and single kernels as ncu times them (`counters.py`, its list of shapes, without the time around a kernel). Two thirds, by a
+single kernels as ncu times them (`counters.py`: its list of shapes, and what it drew with another seed), and decoding over a
+dense cache with every number of parts (`decode.py --sweep`, the tiles that plans take). Two thirds, by a
 checksum of the spelling of problem and plan, are fitted to; the others are held out. What is made small is the sum of log
 errors, square near 0 and linear far from it, so that one row that is wrong does not bend the rest. One constant after another
 is moved, by a factor that shrinks.
 
 Free are all constants of the forward but three that are set; `--backward` fits those of the backward to the half of its rows
 that test_predict_others.py says. Row kinds: "older" are rows of `run.py`, timed without a pause before each call, when the card
-is warmer; "kernel" are single ones.
+is warmer; "kernel" are single ones; "replay" are graphs.
 """
 
 import argparse
@@ -24,21 +25,29 @@ from typing import NamedTuple
 
 import generations
 import record
-from rowmax import Device, Plan, Unsupported
+from rowmax import Device, PagedProblem, Plan, Unsupported
 from rowmax.analysis.cost import sequences
 from rowmax.analysis.launches import Launch, launches
 from rowmax.analysis.launches_backward import launches as launches_backward
 from rowmax.analysis.predict import Constants, _Model
+from rowmax.analysis.verdict import EMPTY_S
 from rowmax.device import Rates
 from rowmax.problem import Problem
 from shapes import BACKWARD, FORWARD
 
-NEAR = {"q_outer": 0.07, "hopper": 0.07, "split_kv": 0.07, "backward": 0.07}  # errors that are worth the same; others 0.12
+# Errors that are worth the same, by kind; others 0.12.
+NEAR = dict.fromkeys(("q_outer", "hopper", "split_kv", "split_kv replay", "backward"), 0.07)
 LEAST_MS = 0.05  # of rows of run.py: below, the host was in the way; and of kernels under ncu
 HOST_BOUND = 1.3  # as test_predict_others.py
 FURTHEST = 3  # steps in a row
 FIXED = ("clock", "throttle", "barrier")  # set, the first two by what ncu counts
-LATEST, BACKWARD_LATEST = "2026-11-30T11", "2026-11-30T06"  # rows there were; later ones change nothing that is documented
+LATEST, BACKWARD_LATEST = "2026-11-30T12", "2026-11-30T06"  # rows there were; later ones change nothing that is documented
+
+
+# Of the first file only the list of shapes: what else it has was drawn as what is reported. Of the second what was drawn.
+COUNTED = {"h200-2026-11-30.json": True, "h200-2026-11-30-second.json": False}
+REPLAY_S = 2e-6  # more between two events around a graph than around its kernels; a matter of measuring, not of the model
+REPLAYED = ("16x64 w4 s3", "16x64 w2 s3")
 
 
 class Row(NamedTuple):
@@ -73,21 +82,43 @@ def rows_of(gpu: str = "H200") -> list[Row]:
         if kernels:
             kind = plan.split("[")[0] + " older" * ((text, plan) not in found)
             rows.append(Row(f"{text} {plan}", kind, kernels, statistics.median(times) / 1e3, False))
-    for path in sorted((record.RESULTS / "counters").glob("h200-*.json")):
-        # The others there are of the draw that is reported.
+    for name, asked in COUNTED.items():
+        document = json.loads((record.RESULTS / "counters" / name).read_text())
+        for row in document["rows"]:
+            if row["bytes_asked"] == asked:
+                rows += _single(row, device, rates, LEAST_MS if asked else 0.0)
+    dense = (row for cache, tile, row in replays(device, rates) if cache == "dense" and tile.startswith(REPLAYED))
+    return [*rows, *dense]
+
+
+def replays(device: Device, rates: Rates) -> list[tuple[str, str, Row]]:
+    """`(cache, tile, row)` of decoding, dense and over pages: a graph replayed between two events."""
+    found = []
+    for path in sorted((record.RESULTS / "decode").glob("sweep-h200-*.json")):
         document = json.loads(path.read_text())
-        asked = [row for row in document["rows"] if row["bytes_asked"] and document["date"] < LATEST]
-        rows += [one for row in asked for one in _single(row, device, rates)]
-    return rows
+        for row in document["rows"] if document["date"] < LATEST else []:
+            cache, _, tile = row["who"].partition(" [")
+            if cache == "dense":
+                problem = Problem.parse(row["problem"])
+            elif cache.startswith("paged"):
+                problem = PagedProblem.parse(f"{row['problem']} causal {cache}")
+            else:  # parts of a fixed size, which are chosen for other reasons than time; pages in 8 bits; latent attention
+                continue
+            plan = f"split_kv[{tile}"
+            kernels = _kernels(problem, device, rates, plan, None)
+            found.append(
+                (cache, tile, Row(f"{row['problem']} {plan}", "split_kv replay", kernels, row["replay_us"] / 1e6, False))
+            )
+    return found
 
 
-def _single(row: dict, device: Device, rates: Rates) -> list[Row]:
+def _single(row: dict, device: Device, rates: Rates, least_ms: float) -> list[Row]:
     problem, found = Problem.parse(row["problem"]), []
     kernels = _kernels(problem, device, rates, row["plan"], None)
     for launch in kernels:
         names = (f"{launch.name}_kernel",)
         timed = [kernel for kernel in row["kernels"] if kernel["kernel"] in names]
-        if launch.name not in ("guard", "combine") and len(timed) == 1 and timed[0]["seconds"] * 1e3 >= LEAST_MS:
+        if launch.name not in ("guard", "combine") and len(timed) == 1 and timed[0]["seconds"] * 1e3 >= least_ms:
             key = f"{row['problem']} {row['plan']}"
             found.append(Row(key, row["plan"].split("[")[0], [launch], timed[0]["seconds"], True))
     return found
@@ -122,8 +153,8 @@ def backward_rows(gpu: str = "H200") -> list[Row]:
 def error(row: Row, constants: Constants, device: Device, rates: Rates) -> float:
     """Predicted over measured, minus 1."""
     model = _Model(device, rates, constants)
-    seconds = sum(map(model.kernel_seconds, row.kernels)) if row.alone else model.seconds(row.kernels)
-    return seconds / row.seconds - 1
+    seconds = sum(map(model.kernel_seconds, row.kernels)) + EMPTY_S if row.alone else model.seconds(row.kernels)
+    return (seconds + REPLAY_S * row.kind.endswith("replay")) / row.seconds - 1
 
 
 def loss(rows: list[Row], constants: Constants, device: Device, rates: Rates) -> list[float]:
@@ -144,6 +175,8 @@ def concerned(name: str, row: Row) -> bool:
         return any(launch.descriptors if name == "descriptor" else launch.lookups for launch in row.kernels)
     if name in ("sync", "stream", "mask_share"):
         return not persistent
+    if name == "stream_join":
+        return row.kind.startswith("split_kv")
     return name != "barrier" or row.kind == "warp_split"
 
 

@@ -32,6 +32,19 @@ def test_turns_are_those_of_the_loops(mask, lengths):
     assert all(masked <= each for _, each, masked in tasks)
 
 
+@pytest.mark.parametrize("schedule", ["static", "dynamic g1"])
+def test_row_tiles_of_hopper_come_in_the_order_of_the_kernel(schedule):
+    """`locate`: heads in groups, here of one or of four times two; the last tile of every head of a group first."""
+    problem = Problem.parse("b3 h4/2 q1000 k1000 d64 bf16 causal")
+    main, _ = launches(problem, H200, RATES, Plan.parse(f"hopper[128x128 s2 q1 {schedule}]"))
+    group = 2 if schedule == "static" else 8  # 1 MB holds K and V of four heads of 250 KB
+    turns = [turns for count, turns, _ in main.tasks for _ in range(count)]
+    expected = []
+    for first in range(0, 12, group):
+        expected += [tile + 1 for tile in reversed(range(8)) for _ in range(first, min(first + group, 12))]
+    assert turns == expected
+
+
 @pytest.mark.parametrize("mask", ["", "causal", "window(40,7)"])
 @pytest.mark.parametrize("lengths", [(300, 300), (130, 400), (400, 130)])
 def test_turns_of_kv_outer_are_tiles_with_something_to_see(mask, lengths):

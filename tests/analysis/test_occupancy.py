@@ -2,7 +2,7 @@
 
 import pytest
 
-from rowmax.analysis.occupancy import Block, balanced, blocks_at_once, makespan
+from rowmax.analysis.occupancy import Block, balanced, blocks_at_once, makespan, occupied
 from rowmax.device import Device, Rates
 
 H200 = Rates.of(Device.named("H200"))
@@ -31,6 +31,14 @@ def test_makespan_by_hand():
     assert makespan([(4, 1.0), (1, 5.0)], 2) == 7.0  # the longest last
     assert makespan([(1, 5.0), (3, 1.0)], 2, in_turn=True) == 6.0
     assert balanced([(1, 5.0), (4, 1.0)], 2) == 4.5
+
+
+def test_how_long_a_multiprocessor_has_a_task():
+    assert occupied([(3, 1.0)], 4, 2) == 0.75
+    assert occupied([(4, 1.0), (2, 3.0)], 4, 2) == (3 + 3 + 1 + 1) / 4  # the second of a multiprocessor beside the first
+    assert occupied([(5, 1.0)], 4, 1) == 1.25
+    assert occupied([], 4, 2) == 0.0
+    assert occupied([(4 * 100, 1.0)], 4, 1) == 100.0
 
 
 def test_many_tasks_are_an_average_of_the_schedule():

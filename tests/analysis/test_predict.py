@@ -2,7 +2,7 @@
 where there can be no doubt.
 
 Constants were fitted to two thirds of the rows of `benchmarks/fit.py`; what is reported is the other third. The draw that is
-asked for, of another seed, is reported by `benchmarks/generations.py`.
+asked for, of another seed, is reported by `benchmarks/generations.py`, and no row of it is read here.
 """
 
 import functools
@@ -50,7 +50,7 @@ OLDER = ("q_outer older", "hopper older")  # rows of run.py
 
 def test_rows_that_were_held_out():
     """Asked for, of another draw, are 90% within 15% and 99% within 30%; of the older generations 90% within 25%."""
-    assert share(NOW, True, 0.15) >= 0.94
+    assert share(NOW, True, 0.15) >= 0.96
     assert share(NOW, True, 0.30) == 1.0
     assert share(BEFORE, True, 0.25) == 1.0
     assert share(BEFORE, True, 0.15) < 1.0, "better than what is documented"
@@ -69,19 +69,46 @@ def test_rows_that_were_timed_while_the_card_was_warmer():
 
 
 def test_kernels_by_themselves():
-    """Of ncu's list of shapes; the worst is the last kernel of `dense` at 256 dimensions, and the softmax of rows of 2k."""
+    """As ncu times them. The worst of the older ones are the last kernel of `dense` at 256 dimensions, and the softmax of rows
+    of 2k; of the others kernels of 10 us, whose code is not in a cache under ncu."""
     assert share(BEFORE, True, 0.20, alone=True) == 1.0
-    assert share((*NOW, *BEFORE), False, 0.20, alone=True) == 1.0
+    assert share(BEFORE, False, 0.20, alone=True) == 1.0
+    for held_out, least in ((True, 1.0), (False, 0.88)):
+        assert share(NOW, held_out, 0.15, alone=True) >= least
+        assert share(NOW, held_out, 0.25, alone=True) == 1.0
+
+
+def test_decoding_as_graphs_are_replayed():
+    """Eight shapes. `stream_join` was fitted to 39 of the dense rows, nothing to pages."""
+    fit = benchmark("fit")
+    rates, found = Rates.of(H200), {"dense": [], "pages": []}
+    for cache, _, row in fit.replays(H200, rates):
+        found["dense" if cache == "dense" else "pages"].append(abs(fit.error(row, Constants(), H200, rates)))
+    dense, pages = found["dense"], found["pages"]
+    assert (len(dense), len(pages)) == (129, 144)
+    assert sum(error <= 0.15 for error in dense) >= 0.98 * len(dense)
+    assert max(dense) <= 0.20
+    assert sum(error <= 0.15 for error in pages) >= 0.84 * len(pages)
+    assert sum(error <= 0.25 for error in pages) >= 0.97 * len(pages)
 
 
 def test_bytes_and_verdicts_are_those_of_the_hardware():
-    """Bytes of 12 shapes, each by three algorithms; verdicts of all jobs, of which 38 of 40 are asked for."""
+    """Bytes of 12 shapes, each by three algorithms; verdicts of these and of what was drawn, of which 38 of 40 are asked for.
+    What the first file has beside the 12 shapes was drawn as what is reported, and is left out."""
     counters = benchmark("counters")
-    rows = json.loads((RESULTS / "counters" / "h200-2026-11-30.json").read_text())["rows"]
-    jobs = [counters.Job(row["problem"], row["plan"], row["bytes_asked"]) for row in rows]
-    found = counters.report(counters.compared(jobs, [row["kernels"] for row in rows], H200))
-    assert (found["bytes_near"], found["bytes_of"]) == (36, 36)
-    assert (found["verdicts_agree"], found["verdicts_nearly"], found["verdicts_of"]) == (58, 61, 62)
+
+    def counted(name: str, kinds: tuple[bool, ...]) -> dict:
+        rows = json.loads((RESULTS / "counters" / name).read_text())["rows"]
+        rows = [row for row in rows if row["bytes_asked"] in kinds]
+        jobs = [counters.Job(row["problem"], row["plan"], row["bytes_asked"]) for row in rows]
+        return counters.report(counters.compared(jobs, [row["kernels"] for row in rows], H200))
+
+    first, second = counted("h200-2026-11-30.json", (True,)), counted("h200-2026-11-30-second.json", (True, False))
+    for found in (first, second):
+        assert (found["bytes_near"], found["bytes_of"]) == (36, 36)
+    assert (first["verdicts_agree"], first["verdicts_of"]) == (36, 36)
+    assert (second["verdicts_agree"], second["verdicts_nearly"], second["verdicts_of"]) == (68, 71, 71)
+    assert (second["drawn_agree"], second["drawn_nearly"], second["drawn_of"]) == (32, 35, 35)
 
 
 def test_generations_side_by_side():

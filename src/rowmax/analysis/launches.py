@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from rowmax.analysis.cost import keys_seen, sequences
-from rowmax.analysis.occupancy import Block, blocks_at_once
+from rowmax.analysis.occupancy import MOST_WAVES, Block, blocks_at_once
 from rowmax.device import Device, Rates
 from rowmax.mask import AnyBand
 from rowmax.paged import PagedProblem
@@ -78,6 +78,7 @@ class Launch(NamedTuple):
         empty: blocks that find no work.
         outer: for each task, what it waits for outside of its turns: answers of memory, those of HBM among them, and bytes.
         light: blocks that look at a few numbers and end.
+        streams: blocks read keys and values that no other reads: what they wait for before and behind comes to HBM's time.
         ahead: Q of the next task is fetched while this one is computed.
         shared_bytes, registers, threads: of a block.
         backward: it computes gradients.
@@ -105,6 +106,7 @@ class Launch(NamedTuple):
     empty: int = 0
     outer: tuple[tuple[int, int, float], ...] = ()
     light: bool = False
+    streams: bool = False
     ahead: bool = False
 
     @property
@@ -276,9 +278,7 @@ def _counted(lengths: Lengths) -> list[tuple[tuple[int, int], int]]:
 
 def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, lengths: Lengths) -> list[Launch]:
     first, second, dim_v = hopper.padded_dims(problem)
-    tasks = []
-    for sequence, count in sorted(_counted(lengths), reverse=True):
-        tasks += row_tasks([sequence], problem.heads_q * count, tile.block_m, tile.block_n, problem.band)
+    tasks = _by_groups(problem, device, lengths, tile)
     own, _ = _streams(problem, lengths)
     tiles_of_head = sum(-(-queries // tile.block_m) for queries, _ in lengths) / max(len(lengths), 1)
     turns = sum(count * turns for count, turns, _ in tasks)
@@ -302,6 +302,23 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, le
     guard = Launch("guard", ((-(-flags // 16), 0, 0),), Turn(0, 0, 0, 0), 16, 4.0 * flags, 4.0 * flags, light=True)
     order = [Launch("order", ((1, 0, 0),), Turn(0, 0, 0, 0), 1, 0.0, 0.0, lookups=2)] if problem.packed else []
     return [*order, main, guard]
+
+
+def _by_groups(problem: Problem, device: Device, lengths: Lengths, tile: HopperTile) -> list[tuple[int, int, int]]:
+    """Row tiles in the order of the kernel: of a group of heads, the last tile of every head first. Where there are so many
+    that they are taken by their mean, as though all heads were one group."""
+    if problem.packed:
+        ordered = sorted(lengths, key=lambda length: length[1], reverse=True)
+        heads, longest = problem.heads_q, max((keys for _, keys in lengths), default=0)
+    else:
+        ordered, heads, longest = list(lengths[:1]), problem.heads_q * len(lengths), problem.len_k
+    one = row_tasks(ordered, 1, tile.block_m, tile.block_n, problem.band)
+    size = max(longest, 1) * (problem.dim_qk + problem.dim_v) * _element(problem)
+    group = min(max((tile.group_mb << 20) // size, 1) * problem.group, heads)
+    if len(set(one)) <= 1 or heads * len(one) > MOST_WAVES * device.sms:
+        group = max(heads, 1)
+    cuts = [min(group, heads - first) for first in range(0, heads, group)]
+    return [(count, turns, masked) for count in cuts for _, turns, masked in one]
 
 
 def _split_kv(problem: Problem, device: Device, rates: Rates, tile: SplitTile, lengths: Lengths) -> list[Launch]:
@@ -345,18 +362,18 @@ def _split_kv(problem: Problem, device: Device, rates: Rates, tile: SplitTile, l
         turn = turn._replace(lookups=1)
     decode = Launch(
         "decode", tuple(tasks), turn, at_once, own + head * len(lengths) * problem.heads_k + partial, kv + partial, tile.stages,
-        shared_bytes=shared, registers=registers, threads=block.threads, far=1.0,
+        shared_bytes=shared, registers=registers, threads=block.threads, far=1.0, streams=True,
         own_bytes=real * (dim + dim_v) * float(element), lookups=1 if isinstance(problem, PagedProblem) else 0,
     )  # fmt: skip
     if not partial:
         return [decode]
-    # A program a row, or a few; the parts of a row are joined so many at once, when they are there.
+    # A program a row, or a few. Parts are joined one after another; so many are loaded together, from the cache.
     rows = 1 if real <= 16 else 16
     each = -(-parts // row_tiles)
-    joined = Turn(0.0, PARTS_AT_ONCE * rows, 2.0 * PARTS_AT_ONCE * rows * dim_v, 0.0,
-                  waited_bytes=4.0 * min(each, PARTS_AT_ONCE) * rows * dim_v)  # fmt: skip
-    tasks = [(row_tiles * -(-real // rows), -(-each // PARTS_AT_ONCE), 0)]
-    return [decode, Launch("combine", tuple(tasks), joined, 16, 0.0, partial, 1, threads=128, registers=64)]
+    joined = Turn(0.0, rows, 2.0 * rows * dim_v, 0.0)
+    tasks = [(row_tiles * -(-real // rows), each, 0)]
+    loads = ((-(-each // PARTS_AT_ONCE), 0, 4.0 * each * rows * dim_v),)
+    return [decode, Launch("combine", tuple(tasks), joined, 16, 0.0, partial, 1, threads=128, registers=64, outer=loads)]
 
 
 def _cache_width(problem: Problem) -> int:

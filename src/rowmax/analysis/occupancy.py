@@ -68,6 +68,18 @@ def schedule(tasks: Sequence[tuple[int, float]], slots: int, *, in_turn: bool = 
     return found
 
 
+def occupied(tasks: Sequence[tuple[int, float]], sms: int, at_once: int) -> float:
+    """How long a multiprocessor has a task, the mean of all: each until the last of its own ends. Slots are filled one on every
+    multiprocessor before a second on any."""
+    number = sum(count for count, _ in tasks)
+    if number > MOST_WAVES * sms * at_once:
+        return balanced(tasks, sms * at_once)
+    ends = [0.0] * sms
+    for slot, _, end in schedule(tasks, sms * at_once):
+        ends[slot % sms] = max(ends[slot % sms], end)
+    return sum(ends) / sms
+
+
 def balanced(tasks: Sequence[tuple[int, float]], slots: int) -> float:
     """The makespan if tasks could be divided at will."""
     return sum(count * cost for count, cost in tasks) / slots

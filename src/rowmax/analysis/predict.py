@@ -13,8 +13,9 @@ cycles of a part, k blocks at once, w the wait that nothing of the same block hi
 A task is its turns, and what a block waits for before and behind them: to know where its work is, to make descriptors, for Q,
 for the first K and V, and, of two loops, for those of the second. Tasks are scheduled on the multiprocessors
 (`occupancy.makespan`). Bytes out of the L2 cache over its rate join as above; those of HBM with an exponent of their own, as
-one hides behind the other but not all of it, except where HBM's answers are what a loop waits for. Launches add up. The forms
-follow from the hardware, the constants from measurements: see `Constants`.
+one hides behind the other but not all of it, except where HBM's answers are what a loop waits for. In decoding, what a block
+waits for before and behind its turns comes to HBM's time. Launches add up. The forms follow from the hardware, the constants
+from measurements: see `Constants`.
 
 `verdict.py` says what holds the call back. The gaps are found by asking again with one cost taken away.
 """
@@ -28,8 +29,8 @@ import torch
 from rowmax.analysis import launches_backward, predict_cpu
 from rowmax.analysis.cost import sequences
 from rowmax.analysis.launches import Launch, Lengths, launches
-from rowmax.analysis.occupancy import balanced, makespan
-from rowmax.analysis.verdict import VERDICTS, verdict_of
+from rowmax.analysis.occupancy import balanced, makespan, occupied
+from rowmax.analysis.verdict import EMPTY_S, VERDICTS, verdict_of
 from rowmax.device import EXPONENTIALS, Device, Rates
 from rowmax.plan import Direction, Plan
 from rowmax.plan import plan as choose
@@ -57,9 +58,10 @@ class Constants(NamedTuple):
     lookup: float = 446.0  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
     l2_bytes: float = 50.6  # a cycle and a multiprocessor, out of the cache
     memory_join: float = 1.58  # exponent with which HBM and the rest join
+    stream_join: float = 3.0  # the same, of a loop that waits for HBM itself, as in decoding
     hopper: float = 0.9  # turns of the Hopper kernel, of `pipes`
-    hopper_mask: float = 2.6  # as `mask_share`
-    hopper_edge: float = 910.0  # between two row tiles
+    hopper_mask: float = 2.7  # as `mask_share`
+    hopper_edge: float = 620.0  # between two row tiles
     begin: float = 15400.0  # of a persistent block, and the end of the last
     barrier: float = 20.0  # of all warps of a block, in a turn of `warp_split`: too little to be fitted
     backward_other: float = 0.01  # as `other_share`, of a backward: next to nothing
@@ -192,7 +194,10 @@ class _Model:
         if without == "HBM":
             return cycles / clock
         hbm, l2 = self._memory(launch, clock)
-        # A loop that waits for HBM itself, as in decoding, is no slower for the others that do.
+        if launch.streams:  # nothing is asked of HBM while all blocks begin, nor when the last end
+            around = self._edges(launch, launch.at_once)[0] if without != "launch" else 0.0
+            return _join(_join(max(cycles - around, 0.0) / clock, l2), hbm, self._c.stream_join) + around / clock
+        # A loop that waits for HBM itself is no slower for the others that do.
         exponent = self._c.memory_join + launch.far * (JOIN - self._c.memory_join)
         return _join(_join(cycles / clock, l2), hbm, exponent)
 
@@ -268,16 +273,26 @@ class _Model:
         if not seconds or not cycles:  # nothing to compute
             return {**dict.fromkeys(VERDICTS, 0.0), "launch": 1.0}
         clock = self._clock(main, cycles, "")
-        tasks, at_once = self.tasks(main)
+        seconds += EMPTY_S  # as counters time a kernel: while it is launched, no multiprocessor has a block
         whole = seconds * clock * self._sms
         started = self._c.launch_s + (len(kernels) - 1) * self._c.next_s
         return {
-            "HBM": self._memory(main, clock)[0] / seconds,
-            "parallelism": 1.0 - min(balanced(tasks, self._sms * at_once) / cycles, 1.0),
+            "HBM": min(self._memory(main, clock)[0] / seconds, 1.0),
+            "parallelism": 1.0 - self._occupied(main, cycles) * (seconds - EMPTY_S) / seconds,
             "non-matmul": main.turns * main.turn.exps / EXPONENTIALS / whole,
             "tensor": main.turns * self._parts(main)[0] / whole,
             "launch": started / self.seconds(kernels),
         }
+
+    def _occupied(self, launch: Launch, cycles: float) -> float:
+        """Share of a kernel's time in which a multiprocessor has a block, the mean of all. A persistent block is there while it
+        begins."""
+        tasks, at_once = self.tasks(launch)
+        if launch.persistent:
+            busy = balanced(tasks, self._sms) + self._c.begin * min(launch.blocks / self._sms, 1.0)
+        else:
+            busy = occupied(tasks, self._sms, at_once)
+        return min(busy / cycles, 1.0)
 
     def _parts(self, launch: Launch, without: str = "") -> tuple[float, float, float]:
         """Cycles of one turn on the tensor cores, on the units of the softmax, and for the accumulator."""
@@ -309,7 +324,8 @@ class _Model:
             if turn.waited_bytes:
                 wait += self._wait(launch, turn.waited_bytes)
             if turn.ahead_bytes and launch.stages > 1:
-                answer = c.latency + launch.far * c.far + turn.ahead_bytes / c.l2_bytes
+                rate = c.stream if launch.streams else c.l2_bytes
+                answer = c.latency + launch.far * c.far + turn.ahead_bytes / rate
                 fetched = answer / (launch.stages - 1)
             elif turn.ahead_bytes:  # two factors, one after the other
                 wait += self._wait(launch, turn.ahead_bytes) + 2 * c.latency

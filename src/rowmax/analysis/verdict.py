@@ -15,6 +15,7 @@ answer; that too is `non-matmul`.
 VERDICTS = ("HBM", "parallelism", "non-matmul", "tensor", "launch")
 UNITS = ("HBM", "parallelism", "non-matmul", "tensor")
 HALF, NEAR = 0.5, 0.05
+EMPTY_S = 1.7e-6  # that a kernel without work takes under ncu, while no multiprocessor has a block; a part of launching
 
 
 def verdict_of(shares: dict[str, float]) -> str:
