@@ -57,7 +57,8 @@ def combine_kernel(
             acc_j = tl.load(part_ptr + line[:, None] * DIM_V + dims[None, :], mask=mask & there, other=0.0)
             line += behind * DIM_V
             m_j = tl.load(part_ptr + line, mask=real & there, other=float("-inf"))
-            loaded += (acc_j, m_j, tl.load(part_ptr + line + behind, mask=real & there, other=0.0))
+            l_j = tl.load(part_ptr + line + behind, mask=real & there, other=0.0)
+            loaded += (acc_j, m_j, l_j)  # type: ignore[assignment]
         tl.debug_barrier()  # the compiler would put a load behind what is done with those in front of it
         for i in tl.static_range(AT_ONCE):
             acc, m, l = join(acc, m, l, loaded[3 * i], loaded[3 * i + 1], loaded[3 * i + 2])

@@ -301,8 +301,9 @@ def decode_kernel(
     """`PAGE`: slots of a page; 0: none; below 0, of large pages, what divides both their size and BLOCK_N, so that one build
     serves all sizes. `BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k.
     `ALIKE`: k and v have the same strides.
-    `SEVERAL`: a row tile may hold queries that see different keys, or a tile of keys some that one does not see. `FIXED`: tiles of keys in every part, so that a sequence has
-    the same parts whatever else there is; without memory for partial results a program takes all parts of its rows in turn.
+    `SEVERAL`: a row tile may hold queries that see different keys, or a tile of keys some that one does not see.
+    `FIXED`: tiles of keys in every part, so that a sequence has the same parts whatever else there is; without memory for
+    partial results a program takes all parts of its rows in turn.
     `EARLY`: the combine kernel may be launched before this one has ended. `BY_PAGE`: each page has scales of its own."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
