@@ -7,7 +7,8 @@ import torch
 
 import rowmax
 from rowmax import PagedKVCache, ProblemError, append_kv, attention_paged, reference
-from rowmax.paged import E4M3, AppendOperands
+from rowmax.paged import E4M3, AppendOperands, PagedProblem
+from rowmax.testing import paged
 from test_cache import BACKENDS, run
 
 HEADS_K, GROUP, DIM, DIM_V, SIZE, PAGES = 2, 2, 16, 24, 4, 12
@@ -47,6 +48,16 @@ def budget(q, k, v, k_scale, v_scale):
     stored = torch.einsum("hij,jhd->ihd", p, lost_v[:, heads])
     grown = torch.exp(2 * most).T.unsqueeze(-1)
     return (grown - 1) * weight + grown * stored, most
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scales_of_pages_of_nobody_go_nowhere(backend):
+    """Rows with a NaN are computed again, 16 keys a turn: the last turns lie past the end, where page 0 would stand."""
+    problem = PagedProblem.parse("b2 h4/2 q6 k320 d64 bf16 causal paged16 e4m3")
+    plan = "split_kv" if backend == "interpreted" else None
+    for kind in ("normal", "nan(q)"):
+        report = paged.check_paged(problem, [(6, 300), (6, 16)], kind, plan=plan, page_scales=True)
+        assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("by_page", [False, True])

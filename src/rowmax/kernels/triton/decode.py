@@ -43,12 +43,13 @@ def key_offsets(ids, col, strides, page_size, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def scales_of(scales, ids, there, heads_k, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a tile's numbers are to be multiplied by, page by page: one number, or `[1, BLOCK_N]`."""
+def scales_of(scales, ids, col, end, heads_k, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What keys `[col, col + BLOCK_N)` are to be multiplied by, page by page: one number, or `[1, BLOCK_N]`. It is 1 past
+    `end`, where weights are 0: scales of pages that are nobody's may be NaN."""
     if PAGE % BLOCK_N == 0:
-        return tl.load(scales + ids * heads_k)
+        return tl.load(scales + ids * heads_k, mask=col < end, other=1.0)
     else:
-        return tl.load(scales + ids * heads_k, mask=there, other=1.0)[None, :]
+        return tl.load(scales + ids * heads_k, mask=col + tl.arange(0, BLOCK_N) < end, other=1.0)[None, :]
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def _walk(
         if row_scale is not None:
             s *= row_scale
         if k_scales is not None:
-            s *= scales_of(k_scales, ids, there, heads_k, PAGE, BLOCK_N)
+            s *= scales_of(k_scales, ids, col, end, heads_k, PAGE, BLOCK_N)
         seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
         if cap is None and slopes_log2 is None:
             s = s * scale_log2
@@ -179,10 +180,10 @@ def _walk(
             if v_scales is None:
                 acc += o * (1.0 / HALVES)
             else:
-                acc += o * (scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N) * (1.0 / HALVES))
+                acc += o * (scales_of(v_scales, ids, col, end, heads_k, PAGE, BLOCK_N) * (1.0 / HALVES))
         else:
             if v_scales is not None:
-                p *= scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N)
+                p *= scales_of(v_scales, ids, col, end, heads_k, PAGE, BLOCK_N)
             v = widen(v, dtype)
             if GUARDED:
                 acc = guarded_dot(p, v, seen & there[None, :], acc)
@@ -218,7 +219,7 @@ def _walk_pairs(
         s = tl.dot(odd, k_odd.T, s)
         by = row_scale * scale_log2
         if k_scales is not None:
-            by *= scales_of(k_scales, ids, there, heads_k, PAGE, BLOCK_N)
+            by *= scales_of(k_scales, ids, col, end, heads_k, PAGE, BLOCK_N)
         seen = visible(tokens[:, None], cols[None, :], keys, shift, band)
         s = tl.where(seen, s * by, float("-inf"))
         p, m, l, alpha = online_step(s, m, l, 1.0)
@@ -228,7 +229,7 @@ def _walk_pairs(
             acc = tl.dot(p, v, acc * alpha[:, None])
             acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
         else:
-            by_v = scales_of(v_scales, ids, there, heads_k, PAGE, BLOCK_N)
+            by_v = scales_of(v_scales, ids, col, end, heads_k, PAGE, BLOCK_N)
             acc = tl.dot(p, v) * by_v + acc * alpha[:, None]
             acc_odd = tl.dot(p, v_odd) * by_v + acc_odd * alpha[:, None]
     return tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_DV)) * (1.0 / HALVES), m, l
