@@ -36,9 +36,10 @@ def own_cap_in_torch(score, batch, head, row, col, cap):
     return cap * torch.tanh(score / cap)
 
 
+# Far keys keep weights that fp32 holds: on a GPU those below 2^-126 are 0.
 @triton.jit
 def everything(score, batch, head, row, col, strength, bent):
-    place = 0.01 * strength * (head + 1) * (row - 2 * col)
+    place = 0.002 * strength * (head + 1) * (row - 2 * col)
     return score * (1.0 + 0.25 * batch) + place + bent * score / (1.0 + tl.abs(score))
 
 
@@ -49,7 +50,7 @@ def everything_slope(score, batch, head, row, col, strength, bent):
 
 
 def everything_in_torch(score, batch, head, row, col, strength, bent):
-    place = 0.01 * strength * (head + 1) * (row - 2 * col)
+    place = 0.002 * strength * (head + 1) * (row - 2 * col)
     return score * (1 + 0.25 * batch) + place + bent * score / (1 + score.abs())
 
 
