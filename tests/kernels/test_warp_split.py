@@ -48,7 +48,7 @@ def test_a_wrong_tile_teaches_its_spelling(text):
         ("b1 h2 q64 k64 d64 fp32", "A100", "warp_split", "fp16 and bf16, not fp32"),
         ("b1 h2 q64 k64 d136 bf16", "A100", "warp_split", "dims up to 128"),
         ("b1 h2 q64 k64 d60 bf16", "A100", "warp_split", "multiples of 16 bytes"),
-        ("b1 h2 q64 k64 d64 bf16 sink", "A100", "warp_split", "no soft-cap, ALiBi or sink"),
+        ("b1 h2 q64 k64 d64 bf16 sink", "A100", "warp_split", "no soft-cap, ALiBi, sink, bias, mask or score_mod"),
         ("b1 h2 q64 k64 d64 bf16", "A100", "warp_split[32x64 w4 s2 rows]", "at least 16 rows"),
         ("b1 h2 q64 k64 d64 bf16", "A100", "warp_split[64x32 w4 s2 columns]", "at least 16 columns"),
         ("b1 h2 q64 k64 d64 bf16", "A100", "warp_split[64x64 w4 s1 rows]", "stages are 2 to 4"),
