@@ -258,11 +258,10 @@ def fold(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fold_contiguous(t: torch.Tensor, dtype: torch.dtype, name: str, scratch: Scratch, *extra: float) -> torch.Tensor:
-    """`[b, h, T, D]` -> `[n, T, D + len(extra)]` in `dtype`, with constants for the extra columns: K and V, once. Contiguous in
-    bf16, whose matmuls would copy anything else for every block; others take rows that lie apart."""
+    """`[b, h, T, D]` -> `[n, T, D + len(extra)]` in `dtype`, contiguous, with constants for the extra columns: K and V, once.
+    bf16 matmuls would copy anything else for every block; of the others the last bits would depend on strides."""
     dim = t.shape[-1]
-    fits = t.is_contiguous() or (dtype != torch.bfloat16 and 1 in t.shape[:2])
-    if t.dtype == dtype and fits and not extra:
+    if t.dtype == dtype and t.is_contiguous() and not extra:
         return t.flatten(0, 1)
     result = scratch(name, (*t.shape[:-1], dim + len(extra)), dtype)
     result[..., :dim].copy_(t)
@@ -289,4 +288,4 @@ def take_rows(block: RowBlock, *tensors: torch.Tensor) -> torch.Tensor:
     """The rows of a block of `[n, G, Tq, D]`, folded: `[n, G * rows, D]`; several tensors become one, side by side."""
     rows = [t[:, :, block.row : block.row + block.rows] for t in tensors]
     one = rows[0] if len(rows) == 1 else torch.cat(rows, -1)
-    return (one.contiguous() if one.dtype == torch.bfloat16 else one).flatten(1, 2)  # as `fold_contiguous`
+    return one.contiguous().flatten(1, 2)  # as `fold_contiguous`
