@@ -242,8 +242,8 @@ def main(arguments: "list[str] | None" = None) -> int:
         if time.monotonic() - started > options.time_limit:
             print(f"time limit: {len(jobs)} problems, timed until '{problem}'", file=sys.stderr)
             break
-        group = argparse.Namespace(seed=options.seed, plan=plans, seconds=options.seconds, spin=True)
-        found, failed = run.time_group(problem, FORWARD, ["rowmax"], device, group, facts, peak)
+        group = argparse.Namespace(seed=options.seed, plan=plans, seconds=options.seconds)
+        found, failed = run.time_group(problem, FORWARD, ["rowmax"], device, group, facts, peak, spin=True)
         rows += found
         failures += failed
         record.append(out, found)

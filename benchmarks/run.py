@@ -76,9 +76,9 @@ def main(arguments: "list[str] | None" = None) -> int:
     return 1 if failures else 0
 
 
-def time_group(problem: Problem, which: str, who: list[str], device, options, facts: dict, peak: float):
+def time_group(problem: Problem, which: str, who: list[str], device, options, facts: dict, peak: float, *, spin: bool = False):
     """`(rows, failures)` of one problem and pass, all candidates side by side; first rowmax's on the problem without what bends
-    its scores, if anything does. These rows have a `run` of their own."""
+    its scores, if anything does. These rows have a `run` of their own. `spin`: as `timing.samples_ms` takes it."""
     operands, grad_out = make_operands(problem, device, options.seed)
     given = {unbent(problem): operands._replace(slopes=None, sink=None, bias=None, mask=None, seed=None), problem: operands}
     if not problem.plain:
@@ -110,8 +110,7 @@ def time_group(problem: Problem, which: str, who: list[str], device, options, fa
         del results
     if not calls:
         return [], failures
-    seconds, spin = options.seconds or SECONDS[device.type], getattr(options, "spin", False)
-    times, last = timing.samples_ms(calls, device, seconds, spin=spin)
+    times, last = timing.samples_ms(calls, device, options.seconds or SECONDS[device.type], spin=spin)
     rows = []
     for candidate in calls:
         asked, name, plan = candidate

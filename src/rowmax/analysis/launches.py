@@ -196,6 +196,18 @@ def _kv_from_hbm(problem: Problem, lengths: Lengths, rates: Rates, slots: int, t
     return head * len(lengths) * problem.heads_k * rounds
 
 
+def _walked(
+    problem: Problem, rates: Rates, tile: Any, lengths: Lengths, tasks: Sequence[tuple[int, int, int]], slots: int
+) -> tuple[float, float, float]:
+    """Where row tiles walk over keys, `slots` at once: bytes from HBM, those out of the cache, and the share of K and V in the
+    latter that HBM sends."""
+    own, _ = _streams(problem, lengths)
+    tiles_of_head = sum(-(-queries // tile.block_m) for queries, _ in lengths) / max(len(lengths), 1)
+    hbm = own + _kv_from_hbm(problem, lengths, rates, slots, tiles_of_head)
+    l2 = own + sum(count * turns for count, turns, _ in tasks) * tile.block_n * _seen_width(problem)
+    return hbm, l2, min((hbm - own) / max(l2 - own, 1.0), 1.0)
+
+
 def _seen_width(problem: Problem) -> int:
     return (problem.dim_qk + problem.dim_v) * _element(problem)
 
@@ -233,15 +245,11 @@ def _q_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths
     at_once = max(blocks_at_once(block, rates), 1)
     tasks = _by_heads(problem, lengths, tile)
     slots = min(at_once * device.sms, max(sum(count for count, _, _ in tasks), 1))
-    own, _ = _streams(problem, lengths)
-    tiles_of_head = sum(-(-queries // tile.block_m) for queries, _ in lengths) / max(len(lengths), 1)
-    turns = sum(count * turns for count, turns, _ in tasks)
-    hbm = own + _kv_from_hbm(problem, lengths, rates, slots, tiles_of_head)
-    l2 = own + turns * tile.block_n * _seen_width(problem)
+    hbm, l2, far = _walked(problem, rates, tile, lengths, tasks, slots)
     turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
     return [
         Launch("forward", tuple(tasks), turn, at_once, hbm, l2, tile.stages, shared_bytes=block.shared_bytes,
-               registers=block.registers, threads=block.threads, far=min((hbm - own) / max(l2 - own, 1.0), 1.0),
+               registers=block.registers, threads=block.threads, far=far,
                own_bytes=tile.block_m * (dim + dim_v) * float(_element(problem)), lookups=_lookups(problem),
                descriptors=2 * tile.descriptors, empty=_empty(problem, lengths, tile.block_m))
     ]  # fmt: skip
@@ -279,11 +287,7 @@ def _counted(lengths: Lengths) -> list[tuple[tuple[int, int], int]]:
 def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, lengths: Lengths) -> list[Launch]:
     first, second, dim_v = hopper.padded_dims(problem)
     tasks = _by_groups(problem, device, lengths, tile)
-    own, _ = _streams(problem, lengths)
-    tiles_of_head = sum(-(-queries // tile.block_m) for queries, _ in lengths) / max(len(lengths), 1)
-    turns = sum(count * turns for count, turns, _ in tasks)
-    hbm = own + _kv_from_hbm(problem, lengths, rates, device.sms, tiles_of_head)
-    l2 = own + turns * tile.block_n * _seen_width(problem)
+    hbm, l2, far = _walked(problem, rates, tile, lengths, tasks, device.sms)
     turn = _turn(problem, tile.block_m, tile.block_n, first + second, dim_v, lazy=tile.lazy)
     consumer = tile.registers()[0]
     shared = hopper.shared_bytes(problem, tile)
@@ -294,7 +298,7 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, le
     main = Launch(
         "forward", tuple(tasks), turn, 1, hbm, l2, tile.stages, True, tile.schedule == "static", shared, consumer,
         128 * (tile.consumers + 1), slower=2720 / 2330 if branches and tile.consumers == 3 else 1.0,
-        lookups=3 + problem.batch // 128 if problem.packed else 0, far=min((hbm - own) / max(l2 - own, 1.0), 1.0),
+        lookups=3 + problem.batch // 128 if problem.packed else 0, far=far,
         own_bytes=tile.block_m * (first + second + dim_v) * float(_element(problem)), ahead=tile.q_stages > 1,
     )  # fmt: skip
     flags = problem.len_q // hopper.ROWS + problem.batch if problem.packed else -(-problem.len_q // hopper.ROWS) * problem.batch

@@ -12,13 +12,12 @@ from rowmax.analysis.launches import (
     _by_heads,
     _counted,
     _element,
-    _kv_from_hbm,
     _lookups,
     _padded,
     _portable_block,
-    _seen_width,
     _streams,
     _turn,
+    _walked,
     missed,
 )
 from rowmax.analysis.occupancy import Block, blocks_at_once
@@ -149,19 +148,15 @@ def warp_split(problem: Problem, device: Device, rates: Rates, tile: WarpTile, l
     at_once = max(blocks_at_once(block, rates), 1)
     tasks = _by_heads(problem, lengths, tile)
     slots = min(at_once * device.sms, max(sum(count for count, _, _ in tasks), 1))
-    own, _ = _streams(problem, lengths)
-    tiles_of_head = sum(-(-queries // tile.block_m) for queries, _ in lengths) / max(len(lengths), 1)
-    turns = sum(count * turns for count, turns, _ in tasks)
-    hbm = own + _kv_from_hbm(problem, lengths, rates, slots, tiles_of_head)
+    hbm, l2, far = _walked(problem, rates, tile, lengths, tasks, slots)
     turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
     moved, barriers = _in_shared(tile, dim, dim_v)
     # Partial sums are stored 8 bytes a thread, those of 8 rows at once, which all begin in the same bank: 8 steps instead of 2.
     conflicts = 3 * 4.0 * tile.groups * tile.block_m * dim_v if tile.share == "columns" and dim_v >= 32 else 0.0
     turn = turn._replace(sync=True, shared_bytes=moved, conflict_bytes=conflicts, barriers=barriers)
-    l2 = own + turns * tile.block_n * _seen_width(problem)
     main = Launch(
         "warp_split", tuple(tasks), turn, at_once, hbm, l2, tile.stages, shared_bytes=shared, registers=registers,
-        threads=block.threads, far=min((hbm - own) / max(l2 - own, 1.0), 1.0), lookups=_lookups(problem),
+        threads=block.threads, far=far, lookups=_lookups(problem),
         own_bytes=float(tile.block_m * (dim + dim_v) * _element(problem)),
     )  # fmt: skip
     guard = Launch(
