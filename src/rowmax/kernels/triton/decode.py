@@ -43,6 +43,21 @@ def key_offsets(ids, col, strides, page_size, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
+def places(
+    table, col, end, k_strides, v_strides, pages, page_size, PAGE: tl.constexpr, ALIKE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Of keys `[col, col + BLOCK_N)` the pages, or 0, and the offsets of keys and of values."""
+    ids = 0
+    if PAGE:
+        ids = page_ids(table, col, end, pages, page_size, PAGE, BLOCK_N)
+    k_rows = key_offsets(ids, col, k_strides, page_size, PAGE, BLOCK_N)
+    v_rows = k_rows
+    if not ALIKE:
+        v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
+    return ids, k_rows, v_rows
+
+
+@triton.jit
 def scales_of(scales, ids, col, end, heads_k, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """What keys `[col, col + BLOCK_N)` are to be multiplied by, page by page: one number, or `[1, BLOCK_N]`. It is 1 past
     `end`, where weights are 0: scales of pages that are nobody's may be NaN."""
@@ -145,13 +160,7 @@ def _walk(
         col = start + turn * BLOCK_N
         cols = col + tl.arange(0, BLOCK_N)
         there = cols < end
-        ids = 0
-        if PAGE:
-            ids = page_ids(table, col, end, pages, page_size, PAGE, BLOCK_N)
-        k_rows = key_offsets(ids, col, k_strides, page_size, PAGE, BLOCK_N)
-        v_rows = k_rows
-        if not ALIKE:
-            v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
+        ids, k_rows, v_rows = places(table, col, end, k_strides, v_strides, pages, page_size, PAGE, ALIKE, BLOCK_N)
         k = load_rows(k_base, k_rows, there, 0, DIM, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         k = widen(k, q.dtype)
         s = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
@@ -207,13 +216,7 @@ def _walk_pairs(
         col = start + turn * BLOCK_N
         cols = col + tl.arange(0, BLOCK_N)
         there = cols < end
-        ids = 0
-        if PAGE:
-            ids = page_ids(table, col, end, pages, page_size, PAGE, BLOCK_N)
-        k_rows = key_offsets(ids, col, k_strides, page_size, PAGE, BLOCK_N)
-        v_rows = k_rows
-        if not ALIKE:
-            v_rows = key_offsets(ids, col, v_strides, page_size, PAGE, BLOCK_N)
+        ids, k_rows, v_rows = places(table, col, end, k_strides, v_strides, pages, page_size, PAGE, ALIKE, BLOCK_N)
         k, k_odd = widen_pairs(load_rows(k_base, k_rows, there, 0, DIM // 2, BLOCK_D // 2))
         s = tl.dot(even, k.T)
         s = tl.dot(odd, k_odd.T, s)
