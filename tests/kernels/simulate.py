@@ -31,6 +31,7 @@ from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
 
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
+PARTS = {"forward": ("build", "producer")}  # modules that belong to a kernel's
 
 
 class Wrong(Exception):
@@ -430,7 +431,7 @@ def sources(*mutants: tuple[str, str], kernel: str = "forward", lender: str = ""
     mask = importlib.import_module("rowmax.mask")
     own = [
         importlib.import_module(f"rowmax.kernels.gluon.{name}")
-        for name in ("index", "ring", "scores", "softmax", lender, kernel)
+        for name in ("index", "ring", "scores", "softmax", lender, *PARTS.get(kernel, ()), kernel)
         if name
     ]
     modules = (mask, tile_ops, address, *own)

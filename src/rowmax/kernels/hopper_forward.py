@@ -91,7 +91,7 @@ class Again:
 
 def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, lse) -> tuple[Call, ...]:
     """What puts packed sequences in order, the Hopper forward, and the kernel that computes suspect rows once more."""
-    from rowmax.kernels.gluon.forward import Build
+    from rowmax.kernels.gluon.build import Build
     from rowmax.kernels.gluon.forward import forward_kernel as hopper_kernel
     from rowmax.kernels.gluon.guard import guard_kernel
     from rowmax.kernels.gluon.order import MOST, order_kernel

@@ -29,31 +29,45 @@ mark for its 64 rows, and `guard.py`, launched behind, computes these once more 
 It reuses that kernel's code as it is; here, the same code would take registers from the loop.
 """
 
-from dataclasses import dataclass
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import extent
+from rowmax.kernels.gluon.build import (
+    BATCH,
+    BEGIN_Q,
+    BENT_FIELDS,
+    FIELDS,
+    FLAG,
+    FULL,
+    FULL_END,
+    HEAD,
+    LEN_K,
+    LEN_Q,
+    ROW,
+    ROWS,
+    SINK,
+    SLOPE,
+    SLOTS,
+    START,
+    TURNS,
+)
 from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
     column_layout,
-    number_layout,
     out_layout,
     row_layout,
     score_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import as_bits, as_number, opaque, scale_unless_one, store_wait, tma_store
+from rowmax.kernels.gluon.names import as_number, opaque, scale_unless_one, store_wait, tma_store
+from rowmax.kernels.gluon.producer import producer
 from rowmax.kernels.gluon.ring import (
     begin_turns,
     buffer_of,
-    fill,
     give_turn,
     open_ring,
     open_slots,
-    publish,
     release,
     release_told,
     take_turn,
@@ -63,214 +77,7 @@ from rowmax.kernels.gluon.ring import (
 )
 from rowmax.kernels.gluon.scores import add_slopes, cap_scores, capped_tile, with_sink
 from rowmax.kernels.gluon.softmax import capped_step, finish, online_step, thread_sum
-from rowmax.kernels.tile_ops import end_key, first_key, key_ranges
-
-ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at once
-SLOTS = gl.constexpr(3)  # row tiles that consumers know of: the one stored, the one computed, and the next
-# What consumers are told of a tile. TURNS: of key tiles; 0: there is no further tile.
-TURNS, ROW, HEAD, BATCH, FLAG, START, FULL, FULL_END, BEGIN_Q, LEN_Q, BEGIN_K, LEN_K = map(gl.constexpr, range(12))
-FIELDS = gl.constexpr(12)
-SLOPE = gl.constexpr(12)  # where scores are bent: numbers of the head, in units of scores and of log2
-SINK = gl.constexpr(13)
-BENT_FIELDS = gl.constexpr(14)
-
-
-@dataclass(frozen=True)
-class Build:
-    """What is fixed when the kernel is compiled.
-
-    Attributes:
-        BLOCK_D, BLOCK_DV: head dimensions in shared memory, zero-filled.
-        BLOCK_D2: those of Q and K from `BLOCK_D` on, in tiles of their own, as sizes are powers of two (192 = 128 + 64); or 0.
-        BLOCK_O: those of O that go through shared memory at once.
-        BANDED: behind the first key tile that a consumer takes, keys may be hidden from some of its rows.
-        SKIPS: a consumer leaves out key tiles that are hidden from all its rows.
-        PRESCALE: see the portable kernel.
-        CAP, SINK: there is a soft-cap, a sink. ALIBI: "", "behind" where no visible key lies ahead of its query, or "around".
-        PER_SEQUENCE: slopes are [B, H].
-        STAGES, Q_STAGES: K/V tiles and Q tiles in flight.
-        LAZY: a maximum that grows by less than 2^8 stays, so that most turns leave the accumulator as it is.
-        SCHEDULE: "static", block i takes tiles i, i + blocks, ...; "dynamic", the next one when free.
-        REGISTERS, PRODUCER_REGISTERS: of one thread.
-    """
-
-    PACKED: bool
-    NEED_LSE: bool
-    GROUP: int
-    DIM_V: int
-    BLOCK_N: int
-    BLOCK_D: int
-    BLOCK_D2: int
-    BLOCK_DV: int
-    BLOCK_O: int
-    BANDED: bool
-    SKIPS: bool
-    PRESCALE: bool
-    CAP: bool
-    ALIBI: str
-    SINK: bool
-    PER_SEQUENCE: bool
-    STAGES: int
-    Q_STAGES: int
-    CONSUMERS: int
-    PINGPONG: bool
-    LAZY: bool
-    SCHEDULE: str
-    REGISTERS: int
-    PRODUCER_REGISTERS: int
-
-    def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
-        for name, value in vars(self).copy().items():
-            object.__setattr__(self, name, gl.constexpr(value))
-
-
-# ---- where the work lies ---------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _ordered(place, order, batch):
-    """`(sequence, row_tile)`: tile `place` of a head in the order of `order.py`; within a sequence the last row tile first."""
-    before = order + batch
-    found = place * 0
-    for first in range(0, batch, 128):
-        i = first + gl.arange(0, 128, layout=number_layout(gl.num_warps()))
-        end = gl.load(before + i + 1, mask=i < batch, other=2147483647)
-        found += gl.sum(gl.where(end <= place, 1, 0), 0)
-    return gl.load(order + found), gl.load(before + found + 1) - 1 - place
-
-
-@gluon.jit
-def locate(tile, work, BUILD: gl.constexpr):
-    """`(row, head, b, sequence, begin_q, len_q, begin_k, len_k)` of a tile. Packed: `b` is 0.
-
-    Heads come in groups of `members`, whose K/V stay in L2; inside a group the last row tile of every head first, which with a
-    causal mask is the longest.
-    """
-    cu_seqlens_q, cu_seqlens_k, order, batch, heads, tiles, members, len_q, len_k = work
-    BLOCK_M: gl.constexpr = BUILD.CONSUMERS * ROWS
-    every = heads
-    if not BUILD.PACKED:
-        every = heads * batch
-    group = tile // (tiles * members)
-    place = tile % (tiles * members)
-    present = gl.minimum(members, every - group * members)
-    head = group * members + place % present
-    if BUILD.PACKED:
-        sequence, row_tile = _ordered(place // present, order, batch)
-        begin_q, own_q = extent(cu_seqlens_q, sequence, len_q)
-        begin_k, own_k = extent(cu_seqlens_k, sequence, len_k)
-        return row_tile * BLOCK_M, head, tile * 0, sequence, begin_q, own_q, begin_k, own_k
-    else:
-        row = (tiles - 1 - place // present) * BLOCK_M
-        return row, head % heads, head // heads, tile * 0, tile * 0, len_q, tile * 0, len_k
-
-
-# ---- producer --------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _next(tile, counter, BUILD: gl.constexpr):
-    if BUILD.SCHEDULE == "static":
-        return tile + gl.num_programs(0)
-    else:
-        return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-
-
-@gluon.jit
-def _counted(work):
-    """`(work, total)` with the row tiles that packed sequences really have."""
-    cu_seqlens_q, cu_seqlens_k, order, batch, heads, _tiles, members, len_q, len_k = work
-    tiles = gl.load(order + 2 * batch)
-    return (cu_seqlens_q, cu_seqlens_k, order, batch, heads, tiles, members, len_q, len_k), tiles * heads
-
-
-@gluon.jit
-def _of_head(head, sequence, heads, bent, BUILD: gl.constexpr):
-    """Bits of the slope, in units of scores, and of the sink, in units of log2."""
-    slopes_ptr, sink_ptr, unit = bent
-    slope = head * 0
-    sink = head * 0
-    if BUILD.ALIBI != "":
-        if BUILD.PER_SEQUENCE:
-            slopes_ptr += sequence.to(gl.int64) * heads
-        slope = as_bits(gl.load(slopes_ptr + head) * 1.4426950408889634 / unit)
-    if BUILD.SINK:
-        sink = as_bits(gl.load(sink_ptr + head) * 1.4426950408889634)
-    return slope, sink
-
-
-@gluon.jit
-def announce(tile, round, work, bent, band, total, slots, BUILD: gl.constexpr):
-    """Tell the consumers of a tile; none left: of one with 0 turns. Returns the turns.
-
-    Rows that see nothing take one turn too, in which every element is masked.
-    """
-    _cu_q, _cu_k, _order, batch, heads, _tiles, _members, total_q, _total_k = work
-    turns = round * 0
-    if tile < total:
-        row, head, b, sequence, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
-        last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
-        start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
-        turns = gl.maximum(gl.cdiv(end - start, BUILD.BLOCK_N), 1)
-        if BUILD.PACKED:
-            flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS
-        else:
-            flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS
-        full = (full_start - start) // BUILD.BLOCK_N
-        numbers = (
-            turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k
-        )  # fmt: skip
-        if BUILD.ALIBI != "" or BUILD.SINK:
-            publish(slots, numbers + _of_head(head, b + sequence, heads, bent, BUILD), round, SLOTS)
-        else:
-            publish(slots, numbers, round, SLOTS)
-    else:
-        publish(slots, (turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns, turns), round, SLOTS)
-    return turns
-
-
-@gluon.jit
-def _producer(work, bent, band, total, counter, sources, buffers, rings, slots, BUILD: gl.constexpr):
-    """Fetches all that the tiles of a block need. `round` counts tiles, `turn` key tiles.
-
-    The next tile is taken as late as its first loads allow, with two key tiles of this one to go: a tile taken early is one
-    that a block which comes to its end before cannot have. To locate it takes longer than to compute a key tile.
-    """
-    q_source, k_source, v_source, _o_source, q2_source, k2_source = sources
-    q_buffers, k_buffers, v_buffers, _o_buffers, q2_buffers, k2_buffers = buffers
-    q_ring, k_ring, v_ring = rings
-    q_parts = (q_buffers, q_source, q2_buffers, q2_source)
-    k_parts = (k_buffers, k_source, k2_buffers, k2_source)
-    v_parts = (v_buffers, v_source, v_buffers, v_source)
-    SECOND: gl.constexpr = BUILD.BLOCK_D if BUILD.BLOCK_D2 > 0 else 0
-    round = gl.program_id(0) * 0
-    turn = round * 0
-    tile = gl.program_id(0)
-    if BUILD.PACKED:
-        work, total = _counted(work)
-    turns = announce(tile, round, work, bent, band, total, slots, BUILD)
-    while turns > 0:
-        b = told(slots, round, SLOTS, BATCH)
-        head = told(slots, round, SLOTS, HEAD)
-        first = told(slots, round, SLOTS, BEGIN_Q) + told(slots, round, SLOTS, ROW)
-        for c in gl.static_range(BUILD.CONSUMERS):
-            fill(q_ring, q_parts, b, first + c * ROWS, head, round, BUILD.Q_STAGES, c, BUILD.CONSUMERS, SECOND)
-        group = head // BUILD.GROUP
-        first = told(slots, round, SLOTS, BEGIN_K) + told(slots, round, SLOTS, START)
-        following = turns * 1
-        for j in range(turns):
-            col = first + (turns - 1 - j) * BUILD.BLOCK_N
-            fill(k_ring, k_parts, b, col, group, turn, BUILD.STAGES, 0, 1, SECOND)
-            fill(v_ring, v_parts, b, col, group, turn, BUILD.STAGES, 0, 1, 0)
-            turn += 1
-            if j == gl.maximum(turns - 2, 0):
-                tile = _next(tile, counter, BUILD)
-                following = announce(tile, round + 1, work, bent, band, total, slots, BUILD)
-        turns = following
-        round += 1
-    if BUILD.SCHEDULE == "dynamic":  # whoever got `total - 1` is the last to add: it leaves 0 to the next call
-        gl.store(counter, 0, mask=tile == total - 1 + gl.num_programs(0))
-
+from rowmax.kernels.tile_ops import end_key, first_key
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
 
@@ -655,18 +462,18 @@ def forward_kernel(
     if BUILD.CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
-            (_producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
+            (producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [1], [BUILD.PRODUCER_REGISTERS])  # fmt: skip
     elif BUILD.CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
             (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
-            (_producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
+            (producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
             (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
             (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 2, BUILD)),
-            (_producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
+            (producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 4, 1], [BUILD.REGISTERS, BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
