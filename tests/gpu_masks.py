@@ -119,8 +119,8 @@ def prefixes_of_sequences_change_in_a_captured_graph():
 @check
 def what_is_hidden_by_chunks_and_beside_sinks_is_not_computed():
     """16k tokens, the same kernels: of a causal mask's pairs 1/16 and 1/8 remain, and less than half of its time, whatever else
-    the GPU does meanwhile. With sink tokens the forward alone: in the backward one program walks over all queries of their keys,
-    and takes longer than all others (0.73 of the causal time)."""
+    the GPU does meanwhile. Sink tokens: the forward alone, as in the backward one program walks over all queries of their keys,
+    and takes longer than all others do (0.73 of the causal time)."""
     q, k, v = (torch.randn(1, 16384, heads, 128, dtype=torch.bfloat16, device="cuda").requires_grad_() for heads in (16, 4, 4))
 
     def milliseconds(backward, **options):
