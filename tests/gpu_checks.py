@@ -285,10 +285,13 @@ def forward_plans():
 def rowmax_prepare_gives_what_attention_gives():
     """Bit for bit: also after the tensors were overwritten in place, on another stream, and when a graph replays it."""
     for plan in forward_plans():
-        for text in ("b2 h4/2 q300 k330 d64 bf16 causal", "b3 h4/2 q300 k300 d128 fp16 packed causal"):
+        texts = ("b2 h4/2 q300 k330 d64 bf16 causal", "b3 h4/2 q300 k300 d128 fp16 packed causal")
+        bent = ("b2 h4/2 q300 k330 d128 bf16 causal softcap=20.0 alibi sink", "b2 h4/2 q300 k330 d64 fp32 causal alibi sink")
+        for text in (*texts, *(() if plan else bent)):
             problem, operands, _ = prepared(text)
-            q, k, v, cu_q, cu_k = operands[:5]
-            options = {"causal": True, "return_lse": True, "plan": plan or None}
+            q, k, v, cu_q, cu_k, slopes, sink = operands[:7]
+            options = {"causal": True, "return_lse": True, "plan": plan or None, "softcap": problem.softcap}
+            options |= {"alibi_slopes": slopes, "sink": sink}
             attend = rowmax.prepare(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
             graph = torch.cuda.CUDAGraph()
             for seed in range(1, 6):

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmax
+import score_mods
 from rowmax import Problem, ops, testing
 
 
@@ -245,6 +246,52 @@ def test_a_prepared_call_sees_what_was_written_in_place(text, backend, device):
         assert all(a is b for a, b in zip(results, first, strict=True))
         for got, want in zip(results, testing.attend(problem, operands, plan=backend), strict=True):
             assert torch.equal(got, want)
+
+
+def bent(device, **changes):
+    """What a call may have beside q, k and v, for `b2 h4/2 q5 k7`, all of whose tensors may be written in place."""
+    slopes, sink = torch.rand(4, device=device), torch.randn(4, device=device)
+    bias = torch.randn(2, 4, 5, 7, device=device)
+    return {"softcap": 3.0, "alibi_slopes": slopes, "sink": sink, "bias": bias, **changes}
+
+
+@pytest.mark.parametrize(
+    "names", [("softcap", "alibi_slopes", "sink"), ("sink",), ("bias", "mask"), ("score_mod", "chunk"), ()]
+)
+def test_a_prepared_call_takes_what_bends_or_hides_scores(names, backend, device):
+    q, k, v = (torch.randn(2, length, heads, 16, device=device) for length, heads in ((5, 4), (7, 2), (7, 2)))
+    mask = torch.rand(2, 1, 5, 7, device=device) < 0.7
+    given = bent(device, mask=mask, score_mod=score_mods.DISTANCE(0.1), chunk=4)
+    options = {name: given[name] for name in names} | {"window": (3, 0), "sink_tokens": 1, "prefix": 2} | {"plan": backend}
+    attend = rowmax.prepare(q, k, v, return_lse=True, **options)
+    for _ in range(3):
+        for got, want in zip(attend(), rowmax.attention(q, k, v, return_lse=True, **options), strict=True):
+            assert torch.equal(got, want)
+        for tensor in (q, k, v, *(given[name] for name in ("alibi_slopes", "sink", "bias"))):
+            tensor.copy_(torch.randn_like(tensor))
+        mask.logical_not_()
+
+
+def test_a_prepared_sink_of_rows_without_keys_is_their_lse(backend, device):
+    q, k, sink = torch.randn(1, 5, 2, 16, device=device), torch.randn(1, 0, 2, 16, device=device), torch.randn(2, device=device)
+    out, lse = rowmax.prepare(q, k, k, sink=sink, return_lse=True, plan=backend)()
+    assert torch.equal(lse, sink.view(1, 2, 1).expand(1, 2, 5))
+    assert not bool(out.any())
+
+
+def test_a_prepared_call_says_what_it_would_have_to_copy(backend, device):
+    q = torch.randn(1, 5, 2, 16, device=device)
+    for name in ("sink", "alibi_slopes"):
+        with pytest.raises(
+            rowmax.ProblemError, match=f"reads {name} in place and needs it in torch.float32; got torch.bfloat16"
+        ):
+            rowmax.prepare(q, q, q, plan=backend, **{name: torch.ones(2, dtype=torch.bfloat16, device=device)})
+        with pytest.raises(rowmax.ProblemError, match=f"reads {name} in place and needs it contiguous"):
+            rowmax.prepare(q, q, q, plan=backend, **{name: torch.ones(4, device=device)[::2]})
+    with pytest.raises(rowmax.ProblemError, match="no gradients"):
+        rowmax.prepare(q, q, q, sink=torch.ones(2, device=device, requires_grad=True))
+    with pytest.raises(rowmax.Unsupported, match="one prefix for all"):
+        rowmax.prepare(q, q, q, causal=True, prefix=torch.tensor([2], device=device))
 
 
 def test_rows_that_leave_every_sequence_are_cleared(backend, device):

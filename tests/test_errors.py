@@ -130,7 +130,7 @@ PACKED = {
         packed(max_seqlen_q=torch.tensor(3)),
         ["max_seqlen_q must be an integer or None", "got Tensor", ".item()"],
     ),
-    "hint is text": (packed(max_seqlen_k="7"), ["max_seqlen_k must be an integer or None", "got str", ".item()"]),
+    "hint is text": (packed(max_seqlen_k="7"), ["max_seqlen_k must be an integer or None", "got str '7'"]),
 }
 
 

@@ -4,19 +4,15 @@ from typing import Optional, Union
 
 import torch
 
+from rowmax import ops_masked, ops_scored
+from rowmax.arguments import Beside, Window, band, beside, flags, integer, number
 from rowmax.eager import Prepared, forward_without_gradient
-from rowmax.errors import ProblemError
-from rowmax.mask import pattern
-from rowmax.ops import FORWARD, in_forward_mode
-from rowmax.ops_masked import FORWARD_MASKED
-from rowmax.ops_scored import FORWARD_SCORED
+from rowmax.errors import ProblemError, Unsupported
+from rowmax.ops import FORWARD, in_forward_mode, plan_forward
 from rowmax.padding import RUNS, Lengths, cu_seqlens
 from rowmax.plan import Plan
 from rowmax.problem import Operands, Problem
 from rowmax.score_mod import Bound, ScoreMod, bound
-
-Window = tuple[Optional[int], Optional[int]]
-_NO_LIMIT = 2**31 - 1  # no tensor has so many tokens
 
 
 def attention(
@@ -101,10 +97,8 @@ def attention(
     Gemma 2 (2024, section 2); ALiBi: Press et al. (2022); sinks as in gpt-oss (2025), after Xiao et al. (2023), who keep the
     first tokens (section 3.2); prefix-LM: Raffel et al. (2020, section 3.2.1).
     """
-    scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
-    seen = () if sink_tokens is prefix is chunk is None else _seen(causal, window, sink_tokens, prefix, chunk)
-    if bias is not None or mask is not None or dropout_p or score_mod is not None or seen:
-        scores = (*(scores or (None,) * 3), bias, mask, seed, dropout_p, score_mod, *seen)
+    given = (softcap, alibi_slopes, sink, bias, mask, seed, dropout_p, score_mod, sink_tokens, prefix, chunk)
+    scores = beside(causal, window, *given)
     if seqlens_q is not None or seqlens_k is not None or leftpad_k is not None:
         lengths = Lengths(seqlens_q, seqlens_k, leftpad_k)
         if score_mod is not None:
@@ -161,10 +155,8 @@ def attention_varlen(
     The other arguments, errors and conventions (bottom-right alignment within each sequence) are those of `attention`.
     """
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
-    scores: Optional[tuple] = None if softcap is alibi_slopes is sink is None else (softcap, alibi_slopes, sink)
-    seen = () if sink_tokens is prefix is chunk is None else _seen(causal, window, sink_tokens, prefix, chunk)
-    if dropout_p or score_mod is not None or seen:
-        scores = (*(scores or (None,) * 3), None, None, seed, dropout_p, score_mod, *seen)
+    given = (softcap, alibi_slopes, sink, None, None, seed, dropout_p, score_mod, sink_tokens, prefix, chunk)
+    scores = beside(causal, window, *given)
     return _call(
         q,
         k,
@@ -194,7 +186,16 @@ def prepare(
     max_seqlen_k: Optional[int] = None,
     causal: bool = False,
     window: Optional[Window] = None,
+    sink_tokens: Optional[int] = None,
+    prefix: Optional[int] = None,
+    chunk: Optional[int] = None,
     scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    sink: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    mask: Optional[torch.Tensor] = None,
+    score_mod: Union[None, ScoreMod, Bound] = None,
     return_lse: bool = False,
     plan: Union[None, str, Plan] = None,
 ) -> Prepared:
@@ -208,7 +209,9 @@ def prepare(
             out = attend()
 
     Args:
-        As for `attention` and `attention_varlen`. `cu_seqlens` are contiguous; on a GPU their values may change in between.
+        As for `attention` and `attention_varlen`. `cu_seqlens` are contiguous; on a GPU their values may change in between. So
+        may those of `alibi_slopes` and `sink`, which are read in place: fp32 (fp64 for fp64) and contiguous; and of `bias` and
+        `mask`. Numbers of a `score_mod` are read once.
 
     Returns:
         A function without arguments. It computes what `attention` gives for what the tensors hold by then, without gradients
@@ -221,13 +224,27 @@ def prepare(
     """
     _check_lengths(cu_seqlens_q, cu_seqlens_k, optional=True)
     numbers = _numbers(q, k, v, max_seqlen_q, max_seqlen_k, causal, window, scale, return_lse, False, plan)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if isinstance(prefix, torch.Tensor):
+        raise Unsupported("prepare takes one prefix for all sequences, an integer: one for each is two calls; call attention.")
+    given = (softcap, alibi_slopes, sink, bias, mask, None, 0, score_mod, sink_tokens, prefix, chunk)
+    scores = beside(causal, window, *given)
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v, sink, bias)):
         fix = "Call it under torch.no_grad() or with detached tensors, or call rowmax.attention."
         raise ProblemError(f"prepare gives no gradients, and an input requires them. {fix}")
-    for cu in (cu_seqlens_q, cu_seqlens_k):
-        if cu is not None and not cu.is_contiguous():
-            raise ProblemError(f"prepare reads cu_seqlens in place and needs them contiguous; got stride {cu.stride()}.")
-    return Prepared(return_lse, return_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers)
+    in_place = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "alibi_slopes": alibi_slopes, "sink": sink}
+    for name, tensor in in_place.items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+            raise ProblemError(f"prepare reads {name} in place and needs it contiguous; got stride {tensor.stride()}.")
+    if scores is None:
+        return Prepared(FORWARD, plan_forward, return_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers)
+    read = _with_tensors(q, scores)
+    for name, given_tensor, tensor in (("alibi_slopes", alibi_slopes, read.slopes), ("sink", sink, read.sink)):
+        if given_tensor is not None and tensor is not None and tensor is not given_tensor:
+            raise ProblemError(
+                f"prepare reads {name} in place and needs it in {tensor.dtype}; got {given_tensor.dtype}. Convert it before."
+            )
+    operator, planned, call = _scored(q, k, v, cu_seqlens_q, cu_seqlens_k, numbers, read)
+    return Prepared(operator, planned, return_lse, *call)
 
 
 def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,7 +292,7 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
     if torch._C._is_any_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
     if scores is not None:
-        return _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, *scores)
+        return _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, scores)
     need_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     dispatched = need_grad or torch.compiler.is_compiling() or in_forward_mode()
     forward = FORWARD if dispatched else forward_without_gradient
@@ -286,18 +303,18 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
 def _call_padded(q, k, v, lengths, causal, window, scale, return_lse, deterministic, plan, scores):
     _numbers(q, k, v, None, None, causal, window, scale, return_lse, deterministic, plan)
     q, k, v = _as_autocast(q, k, v)
-    left, right = _band(causal, window)
+    left, right = band(causal, window)
     Problem.describe(Operands(q, k, v), left=left, right=right)
     batch, len_q, len_k = q.shape[0], q.shape[1], k.shape[1]
     cu = cu_seqlens(lengths, batch, len_q, len_k, q.device)
-    if scores is not None and isinstance(scores[1], torch.Tensor) and scores[1].dim() == 2:
-        scores = (scores[0], scores[1].repeat_interleave(RUNS, 0), *scores[2:])
-    if scores is not None and len(scores) > 8 and isinstance(scores[-2], torch.Tensor):
+    if scores is not None and isinstance(scores.slopes, torch.Tensor) and scores.slopes.dim() == 2:
+        scores = scores._replace(slopes=scores.slopes.repeat_interleave(RUNS, 0))
+    if scores is not None and isinstance(scores.prefix, torch.Tensor):
         from rowmax import prefixes
 
-        prefixes.check(scores[-2], batch, q.device)
-        nothing = torch.zeros_like(scores[-2])  # the run of a row that has keys and queries is the second
-        scores = (*scores[:-2], torch.stack([nothing, scores[-2], nothing], 1).flatten(), scores[-1])
+        prefixes.check(scores.prefix, batch, q.device)
+        nothing = torch.zeros_like(scores.prefix)  # the run of a row that has keys and queries is the second
+        scores = scores._replace(prefix=torch.stack([nothing, scores.prefix, nothing], 1).flatten())
     flat = (t.flatten(0, 1) for t in (q, k, v))
     found = _call(*flat, *cu, len_q, len_k, causal, window, scale, return_lse, deterministic, plan, scores)
     if not return_lse:
@@ -305,33 +322,48 @@ def _call_padded(q, k, v, lengths, causal, window, scale, return_lse, determinis
     return found[0].unflatten(0, (batch, len_q)), found[1].unflatten(1, (batch, len_q)).transpose(0, 1).contiguous()
 
 
-def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink, *more):
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, tensor in (("alibi_slopes", slopes), ("sink", sink)):
+def _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, scores: Beside):
+    scores = _with_tensors(q, scores)
+    if isinstance(scores.prefix, torch.Tensor):
+        from rowmax import prefixes
+
+        return prefixes.attend(_call, q, k, v, cu_q, cu_k, numbers, return_lse, scores)
+    leaves = (q, k, v, scores.sink, scores.bias)
+    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
+    operator, _, call = _scored(q, k, v, cu_q, cu_k, numbers, scores)
+    out, lse = operator(return_lse or need_grad, *call)
+    return (out, lse) if return_lse else out
+
+
+def _with_tensors(q, scores: Beside) -> Beside:
+    """The same, with slopes and sink in the type of the LSE.
+
+    Raises:
+        ProblemError: what must be a tensor is none.
+    """
+    for name, tensor in (("alibi_slopes", scores.slopes), ("sink", scores.sink)):
         if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ProblemError(f"{name} must be a tensor of floating point numbers, one for each query head; got {kind}.")
-    slopes, sink = (None if t is None else t.to(wide) for t in (slopes, sink))
-    for name, tensor in zip(("bias", "mask"), more, strict=False):
+    for name, tensor in (("bias", scores.bias), ("mask", scores.mask)):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a tensor [B|1, H|1, Tq|1, Tk|1] or None; got {type(tensor).__name__}.")
-    need_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink, *more[:1]))
-    if len(more) > 5 and isinstance(more[-2], torch.Tensor):
-        from rowmax import prefixes
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    slopes, sink = (None if t is None else t.to(wide) for t in (scores.slopes, scores.sink))
+    return scores._replace(slopes=slopes, sink=sink)
 
-        return prefixes.attend(_call, q, k, v, cu_q, cu_k, numbers, return_lse, softcap, slopes, sink, *more)
-    softcap = softcap if type(softcap) is float else 0.0 if softcap is None else _number("softcap", softcap)
-    call = (return_lse or need_grad, q, k, v, cu_q, cu_k, slopes, sink)
-    if more:
-        bias, mask, seed, dropout_p, score_mod, *seen = more
-        dropout_p = _number("dropout_p", dropout_p)
-        mod = None if score_mod is None else bound(score_mod)
-        tensors = (bias, mask, _seed(seed, q.device, dropout_p), None if mod is None else mod.operand(q))
-        key = "" if mod is None else mod.mod.key
-        out, lse = FORWARD_MASKED(*call, *tensors, *numbers, softcap, dropout_p, key, *seen)
-    else:
-        out, lse = FORWARD_SCORED(*call, *numbers, softcap)
-    return (out, lse) if return_lse else out
+
+def _scored(q, k, v, cu_q, cu_k, numbers, scores: Beside) -> tuple:
+    """The operator of a call with scores that are bent or hidden, what plans it, and its arguments behind `need_lse`."""
+    softcap = 0.0 if scores.softcap is None else number("softcap", scores.softcap)
+    tensors = (q, k, v, cu_q, cu_k, scores.slopes, scores.sink)
+    if scores.scored:
+        return ops_scored.FORWARD_SCORED, ops_scored.planned, (*tensors, *numbers, softcap)
+    mod = None if scores.score_mod is None else bound(scores.score_mod)
+    seed = _seed(scores.seed, q.device, scores.dropout_p)
+    pairs = (scores.bias, scores.mask, seed, None if mod is None else mod.operand(q))
+    more = (scores.dropout_p, "" if mod is None else mod.mod.key, scores.sink_tokens, scores.prefix, scores.chunk)
+    return ops_masked.FORWARD_MASKED, ops_masked.planned, (*tensors, *pairs, *numbers, softcap, *more)
 
 
 def _seed(seed, device, dropout_p: float) -> Optional[torch.Tensor]:
@@ -353,13 +385,12 @@ def _numbers(q, k, v, max_q, max_k, causal, window, scale, return_lse, determini
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if not isinstance(tensor, torch.Tensor):
                 raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    for name, flag in (("causal", causal), ("return_lse", return_lse), ("deterministic", deterministic)):
-        if flag is not True and flag is not False:
-            raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
-    left, right = _band(causal, window)
-    scale = scale if scale is None or type(scale) is float else _number("scale", scale)
+    if not (type(causal) is type(return_lse) is type(deterministic) is bool):
+        flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
+    left, right = band(causal, window)
+    scale = scale if scale is None or type(scale) is float else number("scale", scale)
     if max_q is not None or max_k is not None:
-        max_q, max_k = _hint("max_seqlen_q", max_q), _hint("max_seqlen_k", max_k)
+        max_q, max_k = integer("max_seqlen_q", max_q), integer("max_seqlen_k", max_k)
     return max_q, max_k, scale, left, right, deterministic, "" if plan is None else str(plan)
 
 
@@ -375,49 +406,3 @@ def _check_lengths(cu_seqlens_q, cu_seqlens_k, optional: bool = False) -> None:
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, torch.Tensor) and not (optional and cu is None):
             raise ProblemError(f"{name} must be an int32 tensor of shape [B + 1]; got {type(cu).__name__}.")
-
-
-def _band(causal: bool, window: Optional[Window]):
-    """`(left, right)` of the band that both arguments describe together."""
-    if window is None:
-        return (None, 0) if causal else (None, None)
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ProblemError(f"window must be a pair (left, right) of integers or None; got {window!r}.") from None
-    for side in (left, right):
-        if side is not None and (not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool)):
-            raise ProblemError(f"window must be a pair (left, right) of integers or None; got {window!r}.")
-    if causal and right is not None and right < 0:
-        raise ProblemError(f"window must be None for no limit or a distance of at least 0 on each side; got {window!r}.")
-    left, right = (None if type(side) is int and side >= _NO_LIMIT else side for side in (left, right))
-    return left, (0 if causal else right)
-
-
-def _seen(causal: bool, window: Optional[Window], sink_tokens, prefix, chunk) -> tuple:
-    """What a `mask.Pattern` has beside its sides; empty where a window says the same. A tensor is for `prefixes`."""
-    if isinstance(prefix, torch.Tensor):
-        return sink_tokens or None, prefix, chunk
-    for name, value in (("sink_tokens", sink_tokens), ("prefix", prefix), ("chunk", chunk)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
-            raise ProblemError(f"{name} must be an integer or None; got {value!r} of type {type(value).__name__}.")
-    left, right = _band(causal, window)
-    return pattern(left, right, sink_tokens, prefix, chunk)[2:]
-
-
-def _hint(name: str, value):
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
-        fix = "For a tensor, call .item() once."
-        raise ProblemError(f"{name} must be an integer or None; got {type(value).__name__}. {fix}")
-    return value
-
-
-def _number(name: str, value) -> float:
-    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, float)):
-        raise ProblemError(
-            f"{name} must be a Python number or None; got {type(value).__name__}. For a tensor, call .item() once."
-        )
-    try:
-        return float(value)
-    except OverflowError:
-        raise ProblemError(f"{name} must be a finite number, at most 1e38 in size; got an integer beyond any float.") from None

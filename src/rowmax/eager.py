@@ -6,7 +6,7 @@ call waits for. `ops` keeps what they gave, by the form of the call.
 
 import torch
 
-from rowmax.ops import FORWARD, ON_CPU, PLAIN, forward_below_autograd, kernels, launch_of, plan_forward
+from rowmax.ops import FORWARD, ON_CPU, PLAIN, below_autograd, forward_below_autograd, kernels, launch_of
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr()  # taken away by inference mode
 _USUAL_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).raw_repr() | _VIEWS
@@ -30,25 +30,26 @@ class Prepared:
         problem: what is computed, spelled out; plan: how.
     """
 
-    def __init__(self, return_lse: bool, need_lse: bool, *call):
-        self.problem, operands, self.plan = plan_forward(*call)
+    def __init__(self, operator, planned, return_lse: bool, *call):
+        """`planned`: gives problem, operands and plan of a call of the operator."""
+        self.problem, operands, self.plan = planned(*call)
         q, k, v = operands[:3]
         out_shape, lse_shape = self.problem.outputs()
         with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode could not be written outside of it
             out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
-            lse = torch.empty(lse_shape, dtype=self.problem.lse_dtype, device=q.device) if need_lse else None
+            lse = torch.empty(lse_shape, dtype=self.problem.lse_dtype, device=q.device) if return_lse else None
         self._written = written = [out] if lse is None else [out, lse]
         self._result = (out, lse) if return_lse else out
         if self.plan.algorithm in ON_CPU or _somebody_listens(q, k, v):
 
             def run():
                 with torch.no_grad():
-                    for result, made in zip(written, forward_below_autograd(need_lse, *call), strict=False):
+                    for result, made in zip(written, below_autograd(operator, return_lse, *call), strict=False):
                         result.copy_(made)
 
             self._run = run
         else:
-            self._run = kernels().Forward(self.problem, self.plan, need_lse).into(operands, out, lse)
+            self._run = kernels().Forward(self.problem, self.plan, return_lse).into(operands, out, lse)
 
     def __call__(self):
         """The output, or output and LSE: the same tensors every time."""

@@ -62,6 +62,12 @@ def plan_forward(*call):
     return problem, operands, plan(problem, Device.of(q), prefer=call[-1], aligned=q.is_cpu or aligned(q, k, v))
 
 
+def plan_scored(describe, tensors, *call):
+    """As `plan_forward`, of a call of which so many `tensors` come first: of `ops_scored` and `ops_masked`."""
+    problem, operands = describe(*call)
+    return problem, operands, _planned(problem, operands, "forward", call[tensors + 6])
+
+
 def launch_of(need_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers):
     """The launch of every call of the same form as this one, or None: this call has to be looked at by itself.
 
@@ -126,8 +132,7 @@ def run_forward(describe, tensors, need_lse, *call):
     launch = _launches.get(form) if kept else None
     operands = Operands(*call[:tensors])
     if launch is None:
-        problem, operands = describe(*call)
-        chosen = _planned(problem, operands, "forward", call[tensors + 6])
+        problem, operands, chosen = plan_scored(describe, tensors, *call)
         if chosen.algorithm in ON_CPU:
             with _own_precision():
                 return cpu.forward(problem, operands, chosen, need_lse)

@@ -58,6 +58,8 @@ def _named(last, names=("score_mod", *Pattern._fields[2:])) -> dict:
     return dict(zip(names, last, strict=False))
 
 
+planned = partial(ops.plan_scored, _describe, _TENSORS)  # of a forward, for `rowmax.prepare`
+
 for _key in ("CPU", "CUDA"):
     ops._LIBRARY.impl("forward_masked", partial(ops.run_forward, _describe, _TENSORS), _key)
     ops._LIBRARY.impl("backward_masked", partial(ops.run_backward, _describe, _TENSORS), _key)

@@ -11,6 +11,7 @@ from typing import Optional
 
 import torch
 
+from rowmax.arguments import Beside
 from rowmax.errors import ProblemError
 
 
@@ -28,12 +29,12 @@ def check(prefix: torch.Tensor, batch: int, device) -> None:
         raise ProblemError(f"prefix must be at least 0 in every sequence; got {prefix.tolist()[:8]}.")
 
 
-def attend(call, q, k, v, cu_q, cu_k, numbers, return_lse: bool, softcap, slopes, sink, *more):
-    """`call` is `api._call`; `more` as there, the prefix among it."""
+def attend(call, q, k, v, cu_q, cu_k, numbers, return_lse: bool, scores: Beside):
+    """`call` is `api._call`; the prefix is among the scores."""
     max_q, max_k, scale, left, right, deterministic, plan = numbers
-    bias, mask, _, dropout_p, *score_mod, sink_tokens, prefix, chunk = more
-    other = {"a bias": bias, "a mask": mask, "dropout": dropout_p or None, "sink_tokens": sink_tokens, "chunk": chunk}
-    for name, value in {**other, "a score_mod": score_mod[0] if score_mod else None}.items():
+    prefix, slopes = scores.prefix, scores.slopes
+    other = {"a bias": scores.bias, "a mask": scores.mask, "dropout": scores.dropout_p or None, "a score_mod": scores.score_mod}
+    for name, value in {**other, "sink_tokens": scores.sink_tokens, "chunk": scores.chunk}.items():
         if value is not None:
             raise ProblemError(
                 f"a prefix of each sequence comes without {name}; give one integer for all, or put it in a mask."
@@ -45,14 +46,14 @@ def attend(call, q, k, v, cu_q, cu_k, numbers, return_lse: bool, softcap, slopes
         shape = batch, len_q, len_k = q.shape[0], q.shape[1], k.shape[1]
         cu_q, cu_k = (torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n for n in (len_q, len_k))
         q, k, v, max_q, max_k = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), len_q, len_k
-    check(prefix, cu_q.shape[0] - 1, q.device)
+    check(prefix, cu_q.shape[0] - 1, q.device)  # type: ignore[arg-type]
     before, behind = _halves(cu_q, cu_k, prefix)
     found = []
     for causal, (runs_q, runs_k) in ((False, before), (True, behind)):
         runs = (runs_q.shape[0] - 1) // max(cu_q.shape[0] - 1, 1)
         own = slopes.repeat_interleave(runs, 0) if slopes is not None and slopes.dim() == 2 else slopes
-        scores = None if softcap is own is sink is None else (softcap, own, sink)
-        given = (runs_q, runs_k, max_q, max_k, causal, None, scale, return_lse, deterministic, plan or None, scores)
+        half = None if scores.softcap is own is scores.sink is None else Beside(scores.softcap, own, scores.sink)
+        given = (runs_q, runs_k, max_q, max_k, causal, None, scale, return_lse, deterministic, plan or None, half)
         found.append(call(q, k, v, *given))
     if not return_lse:
         return _shaped(found[0] + found[1], shape)  # each is 0 in the other's rows

@@ -4,7 +4,8 @@ from typing import Optional, Union
 
 import torch
 
-from rowmax.api import Window, _band, _hint, _number, _seen, merge
+from rowmax.api import merge
+from rowmax.arguments import Window, band, flags, integer, number, seen
 from rowmax.eager import Prepared
 from rowmax.eager import _somebody_listens as somebody_listens
 from rowmax.errors import ProblemError, Unsupported
@@ -95,7 +96,7 @@ def attention_paged(
     """
     tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale)
     numbers = (max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan)
-    if sink_tokens is not None and _seen(causal, window, sink_tokens, None, None):
+    if sink_tokens is not None and seen(causal, window, sink_tokens, None, None):
         return _beside_sinks(sink_tokens, tensors, numbers, out, debug)
     form, given_out = None, out
     flags = type(causal) is type(return_lse) is type(batch_invariant) is bool  # 1 equals True, and is to be refused
@@ -164,12 +165,10 @@ def _call(tensors, max_seqlen_q, causal, window, scale, num_splits, return_lse, 
     for name, tensor in zip(names, tensors, strict=False):
         if not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
-    for name, flag in (("causal", causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
-        if flag is not True and flag is not False:
-            raise ProblemError(f"{name} must be True or False; got {flag!r} of type {type(flag).__name__}.")
-    left, right = _band(causal, window)
-    scale = scale if scale is None or type(scale) is float else _number("scale", scale)
-    max_seqlen_q, num_splits = _hint("max_seqlen_q", max_seqlen_q), _hint("num_splits", num_splits)
+    flags(causal=causal, return_lse=return_lse, batch_invariant=batch_invariant)
+    left, right = band(causal, window)
+    scale = scale if scale is None or type(scale) is float else number("scale", scale)
+    max_seqlen_q, num_splits = integer("max_seqlen_q", max_seqlen_q), integer("num_splits", num_splits)
     spelled = "" if plan is None else str(plan)
     return (return_lse, *tensors, max_seqlen_q, scale, left, right, num_splits, batch_invariant, spelled)
 

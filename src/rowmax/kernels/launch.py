@@ -63,12 +63,15 @@ class Forward:
             out = q.new_zeros(self._out_shape) if self._clear else q.new_empty(self._out_shape)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._need_lse else None
         if self._clear and lse is not None:
-            lse.fill_(-torch.inf)
-            if self._problem.sink and not self._has_work:
-                _scored().rows_of_sinks(lse, scores[1], cu_seqlens_q)
+            self._clear_lse(lse, cu_seqlens_q, scores)
         if self._has_work:
             self._run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *(() if self._plain else scores))
         return out, lse
+
+    def _clear_lse(self, lse, cu_seqlens_q, scores) -> None:
+        lse.fill_(-torch.inf)
+        if self._problem.sink and not self._has_work:
+            _scored().rows_of_sinks(lse, scores[1], cu_seqlens_q)
 
     def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores) -> None:
         device, tile = q.device, self._tile
@@ -106,7 +109,7 @@ class Forward:
             if self._clear:
                 out.zero_()
                 if lse is not None:
-                    lse.fill_(-torch.inf)
+                    self._clear_lse(lse, cu_seqlens_q, operands[5:])
             if not self._has_work:
                 return
             # Memory made under capture would belong to the graph.
