@@ -5,6 +5,7 @@
 prints what each binary needs as JSON lines. In a process of its own, because Triton decides at import whether it interprets.
 """
 
+import dataclasses
 import json
 import re
 import sys
@@ -19,8 +20,8 @@ from rowmax.kernels import decode_launch
 from rowmax.paged import AppendOperands, PagedOperands
 
 
-def calls(problem: Problem, device: Device):
-    """Both kernels with the plan's tile; the second may begin early where the chip can do that."""
+def calls(problem: Problem, device: Device, once: bool = False):
+    """Both kernels with the plan's tile; the second may begin early where the chip can do that. `once`: one of both."""
     lead = () if problem.packed else (problem.batch,)
     q = torch.empty(*lead, problem.len_q, problem.heads_q, problem.dim_qk, dtype=problem.dtype)
     out = torch.empty(problem.outputs()[0], dtype=problem.dtype)
@@ -37,13 +38,14 @@ def calls(problem: Problem, device: Device):
     latent = problem.dim_qk > 256
     v = k[..., : problem.dim_v] if latent else torch.empty(*rows, problem.heads_k, problem.dim_v, dtype=stored)
     scales = (torch.empty(rows[0], problem.heads_k),) * 2 if eight_bits else (None, None)
-    tile = plan(problem, device, prefer="split_kv").tiles[0]
+    tile = dataclasses.replace(plan(problem, device, prefer="split_kv").tiles[0], once=once)
     slopes = torch.empty(problem.heads_q) if problem.alibi else None
     scores = () if problem.plain else (slopes, torch.empty(problem.heads_q) if problem.sink else None)
     elements = decode_launch.part_elements(problem, tile)
     parts = torch.empty(elements) if elements else None
     operands = PagedOperands(q, k, v, table, lengths, cu, *scales)
-    made = decode_launch.calls(problem, operands, tile, out, None, parts, device.capability >= (9, 0), scores)
+    ended = torch.zeros(decode_launch.counters_of(problem, tile), dtype=torch.int32) if once else None
+    made = decode_launch.calls(problem, operands, tile, out, None, parts, device.capability >= (9, 0), scores, ended)
     if eight_bits:  # what such a cache launches besides
         new = (torch.empty(problem.batch, *t.shape[2:], dtype=problem.dtype) for t in (k, v))
         made += (decode_launch.append_call(AppendOperands(k, v, *new, table, lengths, None, None, None, *scales), False),)
@@ -63,7 +65,8 @@ def main(builds: list[str]) -> None:
     for build in builds:
         name, text = build.split(": ")
         device = Device.named(name)
-        for call in calls((PagedProblem if "paged" in text else Problem).parse(text), device):
+        text, once = text.removesuffix(" once"), text.endswith(" once")
+        for call in calls((PagedProblem if "paged" in text else Problem).parse(text), device, once):
             found = facts(call.kernel.fn.__name__, call, device)
             if text.endswith(" invariant"):
                 found["warps"] = spread(call, device)

@@ -37,6 +37,8 @@ BUILDS += [
         f"{ONE} d128 bf16 causal paged16 e4m3",
         f"{ONE} d128 bf16 causal paged64 e4m3",
         "b16 h32/8 q4 k8192 d128 bf16 causal paged64 e4m3",
+        "b1 h32/8 q1 k8192 d128 bf16 once",
+        f"{ONE} d128 bf16 causal paged64 once",
     )
 ]
 # Bytes that may spill. Latent attention in tiles of 64 rows: it takes 1285 us where tiles of 32, which spill nothing, take

@@ -20,6 +20,7 @@ APPEND, MERGE = "kernels/triton/append.py", "kernels/triton/merge.py"
 CASES = {  # spelling, queries and keys of each sequence, kind, tile, scales of pages
     "one": ("b2 h4/2 q1 k48 d16 fp32 causal paged16", [(1, 40), (1, 17)], "normal", "16x16 w4 s1 x3", False),
     "shares": ("b2 h2/2 q1 k288 d16 fp32 causal paged32", [(1, 17), (1, 280)], "normal", "16x16 w4 s1 p8", False),
+    "once": ("b2 h4/2 q1 k48 d16 fp32 causal paged16", [(1, 40), (1, 17)], "normal", "16x16 w4 s1 x3 once", False),
     "few": ("b1 h4/2 q3 k48 d16 fp32 causal paged8", [(3, 45)], "probe", "16x16 w4 s1 x2", False),
     "packed": ("b3 h2/1 q8 k32 d16 fp32 causal packed paged16", [(5, 20), (0, 5), (3, 18)], "probe", "16x16 w4 s1 x1", False),
     "window": ("b1 h2/1 q3 k48 d16 fp32 window(10,3) paged16", [(3, 45)], "probe", "16x16 w4 s1 x1", False),
@@ -86,6 +87,7 @@ MUTANTS = {  # name -> case, file, old, new, how often old occurs
         1,
     ),
     "slots of parts run on": ("shares", PARTS, "(slots + line - before).to(tl.int64)", "line.to(tl.int64)", 1),
+    "the last but one to end combines": ("once", DECODE, "== here - 1:", "== here - 2:", 1),
     "last parts alone": ("one", COMBINE, "range(0, here,", "range(1, here,", 1),
     "parts of another head": ("one", COMBINE, "tl.int64) * heads_k, 0", "tl.int64), 0", 1),
     "maximum for sum": ("one", COMBINE, "tl.load(part_ptr + line + behind,", "tl.load(part_ptr + line,", 1),

@@ -46,6 +46,23 @@ def test_bent_scores(text, parts):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize(
+    ("text", "tile"),
+    [
+        ("b2 h4/2 q1 k45 d16 fp16 causal", "16x16 w4 s1 x3"),
+        ("b1 h10/2 q5 k60 d16 fp16 causal softcap=1.5 sink", "16x16 w4 s1 x2"),  # two row tiles, the second not full
+        ("b1 h2 q1 k5 d16 fp32 causal", "16x16 w4 s1 x2"),  # a part without keys
+    ],
+)
+def test_the_program_that_ends_last_combines_with_the_bits_of_the_second_kernel(text, tile):
+    problem = rowmax.Problem.parse(text)
+    given = testing.operands(problem, seed=3)
+    one, other = (testing.attend(problem, given, f"split_kv[{tile}{once}]") for once in (" once", ""))
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+    assert testing.check(problem, plan=f"split_kv[{tile} once]", backward=False).ok
+
+
 def test_gradients_are_those_of_the_portable_kernels():
     problem = rowmax.Problem.parse("b1 h4/2 q3 k40 d16 fp32 causal")
     assert testing.check(problem, plan="split_kv[16x16 w4 s2 x2]").ok

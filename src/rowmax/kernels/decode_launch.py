@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 import triton
 
-from rowmax.kernels import launch
+from rowmax.kernels import launch, scratch
 from rowmax.kernels.launch import Call, _bounded, _cap, _padded, _strides
 from rowmax.kernels.triton.append import append_kernel
 from rowmax.kernels.triton.combine import combine_kernel
@@ -59,6 +59,11 @@ def part_elements(problem: Problem, tile: SplitTile) -> int:
     return slots_of(problem, tile) * part_rows(problem, tile) * (problem.dim_v + 2)
 
 
+def counters_of(problem: Problem, tile: SplitTile) -> int:
+    """int32 numbers of the programs that have ended."""
+    return slots_of(problem, tile) if tile.once else 0
+
+
 def calls(
     problem: Problem,
     operands: PagedOperands,
@@ -68,14 +73,16 @@ def calls(
     parts: Optional[torch.Tensor],
     early: bool = False,
     scores: tuple = (),
+    ended: Optional[torch.Tensor] = None,
 ) -> tuple[Call, ...]:
-    """The decode kernel and, where row tiles may have several parts, the combine kernel.
+    """The decode kernel and, where row tiles may have several parts that it does not combine itself, the combine kernel.
 
     Args:
         operands: of a dense problem with None for the block table and the lengths.
         parts: fp32 memory of `part_elements`, or None where that is 0.
         scores: slopes and sink of a problem that is not plain.
         early: the combine kernel may begin before the decode kernel has ended (compute capability 9.0 and newer).
+        ended: int32 memory of `counters_of`, all zeros, or None where that is 0.
     """
     q, k, v, table, lengths, cu, k_scale, v_scale = operands
     paged = isinstance(problem, PagedProblem)
@@ -97,38 +104,48 @@ def calls(
     page_size = problem.page_size if isinstance(problem, PagedProblem) else 0
     batch_block = triton.next_power_of_2(problem.batch) if tile.how == "p" else 0
     fixed = tile.parts if tile.how in "cr" else 0
-    early = early and slots > 0
+    early = early and slots > 0 and not tile.once
+    rows = part_rows(problem, tile)
+    joined = at_once = 1  # by the decode kernel: rows, and parts that are loaded together
+    if tile.once:
+        joined = min(triton.next_power_of_2(rows), max(WIDE // block_dv, 1))
+        at_once = _at_once(tile, items, parts_each, joined * block_dv, tile.warps)
     sizes = (problem.batch, problem.heads_k, own_tiles, problem.len_q, problem.len_k)
     shape = (problem.group, problem.dim_qk, problem.dim_v, tile.block_m, tile.block_n, block_d, block_d2, block_dv)
-    none = (None,) * (2 - len(scores))  # a tensor costs the host time on every call, a constant none
+    given = scores if ended is None else (*(scores or (None, None)), ended)
+    none = (None,) * (3 - len(given))  # a tensor costs the host time on every call, a constant none
     numbers: tuple = (
         *(*none, q_strides, _strides(k), _strides(v), o_strides, _cap(problem)),
         *(problem.heads_q if problem.alibi == "batch" else 0, table.stride(0) if table is not None else 0),
         *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, page_size, parts_each, slots),
-        *(part_rows(problem, tile), *shape),
+        *(rows, *shape),
         *(page_size if page_size <= LARGE_PAGE else -math.gcd(page_size, LARGE_PAGE), shared, alike, several),
         *(least_turns(tile.block_n), batch_block, fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
-        _by_page(k_scale, v_scale),
+        *(_by_page(k_scale, v_scale), joined, at_once),
     )
     # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
-    tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *scores)
+    tensors: tuple = (q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *given)
     decode = Call(decode_kernel, programs, tensors, numbers, tile)
-    if not slots:
+    if not slots or tile.once:
         return (decode,)
-    rows = part_rows(problem, tile)
     piece = 1 if rows <= 16 else min(PIECE, max(WIDE // block_dv, 1))
     pieces = -(-rows // piece)
     warps = max(min(piece * block_dv // 512, 4), 1)
-    each = max(piece * block_dv // (32 * warps), 1)  # numbers of a part that a thread holds
-    likely = -(-tile.parts // items) if tile.how == "p" else parts_each  # parts of an item
-    at_once = max(min(triton.next_power_of_2(likely), PARTS_AT_ONCE, 64 // each), 1)
+    at_once = _at_once(tile, items, parts_each, piece * block_dv, warps)
     numbers = (
-        *(*none[1:], o_strides, _bounded(problem), *sizes, parts_each, slots, rows, pieces),
+        *(*(None,) * (1 - len(scores[1:])), o_strides, _bounded(problem), *sizes, parts_each, slots, rows, pieces),
         *(problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv),
         *(piece, least_turns(tile.block_n), batch_block, fixed, early, at_once),
     )
     tensors = (out, lse, parts, lengths, cu, *scores[1:])
     return decode, Call(combine_kernel, items * pieces, tensors, numbers, Tile(piece, 1, warps, 1), early)
+
+
+def _at_once(tile: SplitTile, items: int, parts_each: int, numbers: int, warps: int) -> int:
+    """Parts whose `numbers` each are loaded together."""
+    each = max(numbers // (32 * warps), 1)  # that a thread holds
+    likely = -(-tile.parts // items) if tile.how == "p" else parts_each  # parts of an item
+    return max(min(triton.next_power_of_2(likely), PARTS_AT_ONCE, 64 // each), 1)
 
 
 def _row_strides(tensor: torch.Tensor, problem: Problem) -> tuple[int, int, int]:
@@ -255,18 +272,21 @@ def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, pa
     """Launch both kernels; returns a function of their addresses that does so again (None under the interpreter)."""
     device = operands.q.device
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    made = calls(problem, operands, tile, out, lse, parts, early, scores)
+    counters = counters_of(problem, tile)
+    ended = operands.q.new_zeros(counters, dtype=torch.int32) if counters else None
+    made = calls(problem, operands, tile, out, lse, parts, early, scores, ended)
     builds = [launch._launch(device, call) for call in made]
     if None in builds:
         return None
-    return _Again([(build, call.numbers) for build, call in zip(builds, made, strict=True)])
+    return _Again([(build, call.numbers) for build, call in zip(builds, made, strict=True)], out.new_empty(0), counters)
 
 
 class _Again:
     """The launches of a call, for other addresses, on the device that was current when they were built."""
 
-    def __init__(self, launches: list):
+    def __init__(self, launches: list, like: torch.Tensor, counters: int):
         self.launches = launches
+        self._like, self._counters = like, counters
         self._stream = launches[0][0].stream
         self._decode, self._numbers = launches[0][0].enqueue, launches[0][1]
         self._combine: Optional[Callable] = None
@@ -276,6 +296,12 @@ class _Again:
 
     def __call__(self, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *scores) -> None:
         stream = self._stream()
+        if self._counters:
+            key, ended = scratch.take(self._like, self._like.device.index, stream, self._counters, lasting=True)
+            scores = (*(scores or (None, None)), ended.data_ptr())
+            self._decode(stream, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *scores, *self._numbers)
+            scratch.give_back(key, ended)
+            return
         self._decode(stream, q, k, v, out, lse, parts, table, lengths, cu, k_scale, v_scale, *scores, *self._numbers)
         if self._combine is not None:
             self._combine(stream, out, lse, parts, lengths, cu, *scores[1:], *self._more)

@@ -8,6 +8,7 @@ All query heads of a KV head are rows of one tile, so that K and V are read once
           lengths are parts of about one size
     c16   each part has 16 tiles of keys, counted from the first key, so that the result does not depend on what else there is
     r16   the same parts, but one program takes those of a row tile in turn: bitwise the same without memory for them
+    x8 once   one kernel: of the programs of a row tile the one that ends last combines them, in their order; bitwise the same
 
 Microseconds below are replays on an H200, of `benchmarks/results/decode/sweep-h200-2026-11-30.json`, which has 400 more.
 """
@@ -37,7 +38,7 @@ SHORT_KEYS = 2048  # up to here a fourth stage costs more to fill than it hides:
 MOST_BESIDE = 4  # blocks a multiprocessor, for their registers
 ALONE, ALONE_PAGED = 1.03, 1.2  # one block a multiprocessor takes longer than its part of two: 137.9 us for 135.9; 166 for 141
 MOST_DIM, MOST_DIM_V = 576, 512
-_SPELLING = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+) ([xpcr])(\d+)")
+_SPELLING = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+) ([xpcr])(\d+)( once)?")
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ class SplitTile(Tile):
     parts: int = 1
     together: bool = False  # "p"
     fixed: str = ""  # or "c" or "r"
+    once: bool = False  # no second kernel
 
     @property
     def how(self) -> str:
         return self.fixed or ("p" if self.together else "x")
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages} {self.how}{self.parts}"
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages} {self.how}{self.parts}{' once' * self.once}"
 
     @classmethod
     def parse(cls, text: str) -> "SplitTile":
@@ -62,7 +64,8 @@ class SplitTile(Tile):
         if match is None:
             raise ProblemError(f"'{text}' is no tile of split_kv; examples: '16x64 w4 s3 x8', '16x64 w4 s3 p264'")
         block_m, block_n, warps, stages, parts = (int(match[i]) for i in (1, 2, 3, 4, 6))
-        return cls(block_m, block_n, warps, stages, False, parts, match[5] == "p", match[5] if match[5] in "cr" else "")
+        how = (match[5] == "p", match[5] if match[5] in "cr" else "", match[7] is not None)
+        return cls(block_m, block_n, warps, stages, False, parts, *how)
 
 
 def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
@@ -110,6 +113,8 @@ def misfit(problem: Problem, device: Device, tile: Tile) -> Optional[str]:
         return f"'{tile.how}' is {'not' if invariant else 'only'} for batch-invariant calls"
     if tile.how == "p" and problem.batch > MOST_SEQUENCES:
         return f"looks through at most {MOST_SEQUENCES} sequences for its part; here are {problem.batch}"
+    if tile.once and (tile.how == "r" or (tile.how == "x" and tile.parts == 1)):
+        return f"'{tile.how}{tile.parts}' has no second kernel: 'once' is for parts that are combined"
     if tile.parts > 4096:
         return "a row tile has at most 4096 parts"
     return None

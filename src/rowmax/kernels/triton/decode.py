@@ -3,7 +3,8 @@
     m = rowmax(S),  l = rowsum(2^(S - m)),  acc = 2^(S - m) V      S = scale log2(e) Q K^T, over the keys of one part
 
 A row is one query head at one query: the heads that share a KV head are rows of one tile, so that each key and value is read
-once. An item with one part is finished here; of others (acc, m, l) go to `combine.py`. Launched by `kernels/decode_launch.py`.
+once. An item with one part is finished here; of others (acc, m, l) go to `combine.py`, in a kernel of its own or in that
+program of the item which ends last. Launched by `kernels/decode_launch.py`.
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding" (2023); the online softmax is that of `forward.py`.
 """
 
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rowmax.kernels.tile_ops import add_sink, any_of, bend, clamp, finish, guarded_dot, online_step, visible
+from rowmax.kernels.triton.combine import combine_rows
 from rowmax.kernels.triton.parts import find_part, fixed_parts, join, key_span, keys_of, queries_of
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -294,13 +296,14 @@ def decode_kernel(
     table_ptr, seqlens_k, cu_seqlens_q,  # [B, columns], [B], [B + 1]; None: dense
     k_scale_ptr, v_scale_ptr,  # fp32 [Hk], or [page, Hk]: what keys and values are to be multiplied by; None: nothing
     slopes_ptr, sink_ptr,  # fp32 [Hq] or [B, Hq] of ALiBi; fp32 [Hq] of sinks; None: there are none
+    ended_ptr,  # int32 [slots], zeros before and after: how many programs of the item at a first slot have ended; or None
     q_strides, k_strides, v_strides, o_strides,  # (batch or page, row, head)
     cap, slope_stride,  # as `tile_ops.bend` takes it, or None; between the sequences' slopes
     table_stride, scale_log2, band, batch, heads_k, tiles, len_q, len_k, pages, page_size, parts, slots, part_rows,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
     ALIKE: tl.constexpr, SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, BY_PAGE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, BY_PAGE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """`PAGE`: slots of a page; 0: none; below 0, of large pages, what divides both their size and BLOCK_N, so that one build
     serves all sizes. `BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k.
@@ -308,7 +311,9 @@ def decode_kernel(
     `SEVERAL`: a row tile may hold queries that see different keys, or a tile of keys some that one does not see.
     `FIXED`: tiles of keys in every part, so that a sequence has the same parts whatever else there is; without memory for
     partial results a program takes all parts of its rows in turn.
-    `EARLY`: the combine kernel may be launched before this one has ended. `BY_PAGE`: each page has scales of its own."""
+    `EARLY`: the combine kernel may be launched before this one has ended. `BY_PAGE`: each page has scales of its own.
+    `ROWS`, `AT_ONCE`: of `combine_rows`, if programs that have ended are counted and the last one combines: all have stored
+    their parts then, and it joins them in their order, so that which one it is makes no difference to a bit."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     b, tile, head, part, here, slot = find_part(
@@ -409,6 +414,17 @@ def decode_kernel(
             line += tl.cast(slots, tl.int64) * part_rows * DIM_V
             tl.store(part_ptr + line, m, mask=kept)
             tl.store(part_ptr + line + tl.cast(slots, tl.int64) * part_rows, l, mask=kept)
+            if ended_ptr is not None:
+                of_item = ended_ptr + clamp(slot - tl.cast(part, tl.int64) * heads_k, 0, slots - 1)
+                tl.debug_barrier()  # what all warps have stored is released by the one that counts
+                if tl.atomic_add(of_item, 1, sem="acq_rel", scope="gpu") == here - 1:
+                    tl.store(of_item, 0)
+                    for inside_first in range(0, part_rows, ROWS):
+                        combine_rows(
+                            o_ptr, lse_ptr, part_ptr, sink_ptr, o_strides, b, tile, head, here,
+                            slot - tl.cast(part, tl.int64) * heads_k, inside_first, begin, rows, cu_seqlens_q is not None,
+                            heads_k, len_q, slots, part_rows, GROUP, DIM_V, BLOCK_M, BLOCK_DV, ROWS, AT_ONCE, ".cg",
+                        )  # fmt: skip
             return
     if sink_ptr is not None:  # once, where all keys have been seen
         acc, m, l = add_sink(acc, m, l, tl.load(sink_ptr + heads, mask=real, other=0.0) * LOG2E)
