@@ -1,6 +1,7 @@
 """The model of `rowmax explain` against the hardware's own counters, read by Nsight Compute (`ncu`).
 
     python benchmarks/counters.py --time-limit 60              # on a GPU where ncu may read counters
+    python benchmarks/counters.py --only drawn --seed 6 --draw 50                     # verdicts alone, of another draw
     python benchmarks/counters.py --csv FILE --jobs FILE       # anywhere: what ncu printed, once more
     python benchmarks/counters.py --report FILE                # anywhere: the model of today beside counters in a results file
 
@@ -202,7 +203,8 @@ def main(arguments: "list[str] | None" = None) -> int:
     if options.problem:
         jobs = [Job(text, plan, True) for text in options.problem for plan in options.plan or [""]]
     else:
-        jobs = [*byte_jobs(), *verdict_jobs(here, options.draw, options.seed)]
+        jobs = verdict_jobs(here, options.draw, options.seed) if options.only != "bytes" else []
+        jobs += byte_jobs() if options.only != "drawn" else []  # behind: time may end
     jobs = [job for job in jobs if _runs(job, here)]
     facts = record.machine(device)
     wanted = [
@@ -251,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing; the model beside these counters")
     parser.add_argument("--gpu", default="H200", help="with --csv and --report: where it was measured")
     parser.add_argument("--seed", type=int, default=generations.REPORTED, help="of the draw")
+    parser.add_argument("--only", choices=("drawn", "bytes"), help="one of the two lists")
     parser.add_argument("--draw", type=int, default=DRAWN, metavar="N", help="problems drawn; packed ones are left out")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     return parser

@@ -30,7 +30,7 @@ from rowmax.analysis.cost import sequences
 from rowmax.analysis.launches import Launch, launches
 from rowmax.analysis.launches_backward import launches as launches_backward
 from rowmax.analysis.predict import Constants, _Model
-from rowmax.analysis.verdict import EMPTY_S
+from rowmax.analysis.verdict import COLD_S, EMPTY_S
 from rowmax.device import Rates
 from rowmax.problem import Problem
 from shapes import BACKWARD, FORWARD
@@ -91,18 +91,21 @@ def rows_of(gpu: str = "H200") -> list[Row]:
     return [*rows, *dense]
 
 
-def replays(device: Device, rates: Rates) -> list[tuple[str, str, Row]]:
-    """`(cache, tile, row)` of decoding, dense and over pages: a graph replayed between two events."""
+def replays(device: Device, rates: Rates, begin: str = "", end: str = LATEST) -> list[tuple[str, str, Row]]:
+    """`(cache, tile, row)` of decoding, dense and over pages: a graph replayed between two events. Of files from between two
+    moments."""
     found = []
     for path in sorted((record.RESULTS / "decode").glob("sweep-h200-*.json")):
         document = json.loads(path.read_text())
-        for row in document["rows"] if document["date"] < LATEST else []:
+        for row in document["rows"] if begin <= document["date"] < end else []:
             cache, _, tile = row["who"].partition(" [")
             if cache == "dense":
                 problem = Problem.parse(row["problem"])
             elif cache.startswith("paged"):
                 problem = PagedProblem.parse(f"{row['problem']} causal {cache}")
-            else:  # parts of a fixed size, which are chosen for other reasons than time; pages in 8 bits; latent attention
+            elif cache.startswith("8 bits"):
+                problem = PagedProblem.parse(row["problem"].removesuffix(cache))
+            else:  # parts of a fixed size, which are chosen for other reasons than time; latent attention
                 continue
             plan = f"split_kv[{tile}"
             kernels = _kernels(problem, device, rates, plan, None)
@@ -153,7 +156,7 @@ def backward_rows(gpu: str = "H200") -> list[Row]:
 def error(row: Row, constants: Constants, device: Device, rates: Rates) -> float:
     """Predicted over measured, minus 1."""
     model = _Model(device, rates, constants)
-    seconds = sum(map(model.kernel_seconds, row.kernels)) + EMPTY_S if row.alone else model.seconds(row.kernels)
+    seconds = sum(map(model.kernel_seconds, row.kernels)) + EMPTY_S + COLD_S if row.alone else model.seconds(row.kernels)
     return (seconds + REPLAY_S * row.kind.endswith("replay")) / row.seconds - 1
 
 
@@ -175,7 +178,7 @@ def concerned(name: str, row: Row) -> bool:
         return any(launch.descriptors if name == "descriptor" else launch.lookups for launch in row.kernels)
     if name in ("sync", "stream", "mask_share"):
         return not persistent
-    if name == "stream_join":
+    if name in ("stream_join", "part"):
         return row.kind.startswith("split_kv")
     return name != "barrier" or row.kind == "warp_split"
 

@@ -17,14 +17,12 @@ from rowmax.analysis.occupancy import MOST_WAVES, Block, blocks_at_once
 from rowmax.device import Device, Rates
 from rowmax.mask import AnyBand
 from rowmax.paged import PagedProblem
-from rowmax.plan import Plan, hopper, resources, split_kv
+from rowmax.plan import Plan, hopper, resources
 from rowmax.plan.hopper import HopperTile
-from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile, early, key_ranges
 from rowmax.problem import Problem
 
 CACHED = 0.7  # of the L2 cache, that K and V used by all blocks at once may take and still be found there
-PARTS_AT_ONCE = 16  # that a combine program loads together
 Lengths = Sequence[tuple[int, int]]
 
 
@@ -82,6 +80,8 @@ class Launch(NamedTuple):
         ahead: Q of the next task is fetched while this one is computed.
         shared_bytes, registers, threads: of a block.
         backward: it computes gradients.
+        joins: a turn is no product, but joins a partial result to those before it.
+        inside: no kernel of its own, but what the last blocks of the one before do.
     """
 
     name: str
@@ -108,6 +108,8 @@ class Launch(NamedTuple):
     light: bool = False
     streams: bool = False
     ahead: bool = False
+    joins: bool = False
+    inside: bool = False
 
     @property
     def blocks(self) -> int:
@@ -127,12 +129,13 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     Raises:
         KeyError: no model of the plan's algorithm.
     """
+    from rowmax.analysis import launches_decode as decode
     from rowmax.analysis import launches_older as older
 
     builders: dict[str, Any] = {
         "q_outer": _q_outer,
         "hopper": _hopper,
-        "split_kv": _split_kv,
+        "split_kv": decode.split_kv_launches,
         "kv_outer": older.kv_outer,
         "dense": older.dense,
         "warp_split": older.warp_split,
@@ -323,66 +326,3 @@ def _by_groups(problem: Problem, device: Device, lengths: Lengths, tile: HopperT
         group = max(heads, 1)
     cuts = [min(group, heads - first) for first in range(0, heads, group)]
     return [(count, turns, masked) for count in cuts for _, turns, masked in one]
-
-
-def _split_kv(problem: Problem, device: Device, rates: Rates, tile: SplitTile, lengths: Lengths) -> list[Launch]:
-    """Rows are the queries of a group of heads; each row tile has parts, and a second kernel combines them."""
-    first, second, dim_v = split_kv.padded_dims(problem)
-    dim = first + second
-    element = _element(problem)
-    registers = min((tile.block_m * (dim_v + tile.block_n)) // (32 * tile.warps) + 72, resources.REGISTERS)
-    shared = (tile.block_m * dim + max(tile.stages - 1, 1) * tile.block_n * (dim + dim_v)) * element
-    block = Block(32 * tile.warps, registers, shared)
-    at_once = max(blocks_at_once(block, rates), 1)
-    items: list[tuple[int, int]] = []  # (how many row tiles, turns)
-    for (queries, keys), count in _counted(lengths):
-        seen = keys_seen(min(queries, tile.block_m), keys, problem.band) if queries else 0
-        number = -(-queries * problem.group // tile.block_m) * problem.heads_k * count
-        items.append((number, -(-seen // tile.block_n)))
-    all_turns = sum(number * turns for number, turns in items)
-    tasks: list[tuple[int, int, int]] = []
-    if tile.fixed:
-        for number, turns in items:  # parts of so many tiles, a program each or one after another
-            count, each = (-(-turns // tile.parts), min(turns, tile.parts)) if tile.fixed == "c" else (1, turns)
-            tasks.append((number * count, each, each))
-    elif tile.together:
-        share = max(-(-all_turns // tile.parts), split_kv.least_turns(tile.block_n))
-        tasks.append((-(-all_turns // max(share, 1)), share, share))
-    else:
-        for number, turns in items:
-            each = -(-turns // tile.parts)
-            tasks.append((number * -(-turns // max(each, 1)), each, each))
-    parts = sum(count for count, _, _ in tasks)
-    own, head = _streams(problem, lengths)
-    row_tiles = max(sum(number for number, _ in items), 1)
-    real = min(tile.block_m, problem.len_q * problem.group)  # rows of a tile that are there
-    partial = parts * real * (problem.dim_v + 2) * 4.0 if parts > row_tiles else 0.0
-    width = _cache_width(problem)
-    head *= width / _seen_width(problem)
-    kv = all_turns * tile.block_n * width
-    turn = _turn(problem, tile.block_m, tile.block_n, dim, dim_v)
-    turn = turn._replace(ahead_bytes=float(tile.block_n * width))
-    if isinstance(problem, PagedProblem):  # where a page is, is read before the page
-        turn = turn._replace(lookups=1)
-    decode = Launch(
-        "decode", tuple(tasks), turn, at_once, own + head * len(lengths) * problem.heads_k + partial, kv + partial, tile.stages,
-        shared_bytes=shared, registers=registers, threads=block.threads, far=1.0, streams=True,
-        own_bytes=real * (dim + dim_v) * float(element), lookups=1 if isinstance(problem, PagedProblem) else 0,
-    )  # fmt: skip
-    if not partial:
-        return [decode]
-    # A program a row, or a few. Parts are joined one after another; so many are loaded together, from the cache.
-    rows = 1 if real <= 16 else 16
-    each = -(-parts // row_tiles)
-    joined = Turn(0.0, rows, 2.0 * rows * dim_v, 0.0)
-    tasks = [(row_tiles * -(-real // rows), each, 0)]
-    loads = ((-(-each // PARTS_AT_ONCE), 0, 4.0 * each * rows * dim_v),)
-    return [decode, Launch("combine", tuple(tasks), joined, 16, 0.0, partial, 1, threads=128, registers=64, outer=loads)]
-
-
-def _cache_width(problem: Problem) -> int:
-    """Bytes of a key and its value; in latent attention (576 and 512) values are the first columns of keys."""
-    paged = isinstance(problem, PagedProblem)
-    element = 1 if isinstance(problem, PagedProblem) and problem.eight_bits else _element(problem)
-    shared = paged and (problem.dim_qk, problem.dim_v) == (576, 512)
-    return (problem.dim_qk + (0 if shared else problem.dim_v)) * element

@@ -30,7 +30,7 @@ from rowmax.analysis import launches_backward, predict_cpu
 from rowmax.analysis.cost import sequences
 from rowmax.analysis.launches import Launch, Lengths, launches
 from rowmax.analysis.occupancy import balanced, makespan, occupied
-from rowmax.analysis.verdict import EMPTY_S, VERDICTS, verdict_of
+from rowmax.analysis.verdict import COLD_S, EMPTY_S, VERDICTS, verdict_of
 from rowmax.device import EXPONENTIALS, Device, Rates
 from rowmax.plan import Direction, Plan
 from rowmax.plan import plan as choose
@@ -50,19 +50,20 @@ class Constants(NamedTuple):
     throttle: float = 0.1  # of it, that is lost to the limit of power where tensor cores are never idle; counted so too
     other_share: float = 0.85  # of fp32 operations of a softmax that do not hide behind its exponentials
     mask_share: float = 2.9  # as that, of the operations of a mask
-    sync: float = 154.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
+    sync: float = 187.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
     latency: float = 625.0  # of an answer of the cache, under load
-    far: float = 845.0  # more, of an answer of HBM
+    far: float = 741.0  # more, of an answer of HBM
     stream: float = 30.6  # bytes a cycle behind the first answer, of what one block waits for
     descriptor: float = 2170.0  # until one for TMA is made
-    lookup: float = 446.0  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
+    lookup: float = 418.0  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
     l2_bytes: float = 50.6  # a cycle and a multiprocessor, out of the cache
     memory_join: float = 1.58  # exponent with which HBM and the rest join
     stream_join: float = 3.0  # the same, of a loop that waits for HBM itself, as in decoding
     hopper: float = 0.9  # turns of the Hopper kernel, of `pipes`
     hopper_mask: float = 2.7  # as `mask_share`
     hopper_edge: float = 620.0  # between two row tiles
-    begin: float = 15400.0  # of a persistent block, and the end of the last
+    begin: float = 14400.0  # of a persistent block, and the end of the last
+    part: float = 96.5  # as `sync`, of a part that a combine kernel joins to those before it
     barrier: float = 20.0  # of all warps of a block, in a turn of `warp_split`: too little to be fitted
     backward_other: float = 0.01  # as `other_share`, of a backward: next to nothing
     backward_sync: float = 1120.0  # as `sync`: P and dS change places on their way to products
@@ -70,7 +71,7 @@ class Constants(NamedTuple):
     backward_edge: float = 10800.0  # before and behind the loop of a block: two tiles are loaded and two stored
     backward_hopper_edge: float = 7000.0  # of a block of the Hopper kernels, which are not persistent
     launch_s: float = 6.04e-06  # seconds between events around an empty kernel
-    next_s: float = 8.5e-07  # seconds for one more behind it
+    next_s: float = 1.26e-06  # seconds for one more behind it
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class _Model:
         total = 0.0
         for number, launch in enumerate(kernels):
             total += self.kernel_seconds(launch, without)
-            if without != "launch":
+            if without != "launch" and not launch.inside:
                 total += self._c.next_s if number else self._c.launch_s
         return total
 
@@ -212,9 +213,9 @@ class _Model:
             done += launch.empty * launch.lookups * self._c.lookup / slots
         return done + (self._c.begin if launch.persistent else 0.0)
 
-    def tasks(self, launch: Launch, without: str = "") -> tuple[list[tuple[int, float]], int]:
-        """`([(how many, cycles of each)], how many a multiprocessor runs at once)`."""
-        at_once = launch.at_once
+    def tasks(self, launch: Launch, without: str = "", *, held: int = 0) -> tuple[list[tuple[int, float]], int]:
+        """`([(how many, cycles of each)], how many a multiprocessor runs at once)`; `held`: at most so many."""
+        at_once = held or launch.at_once
         if without != "parallelism":
             at_once = min(at_once, max(ceil(launch.blocks / self._sms), 1))
         turn, masked = self._turn(launch, at_once, without)
@@ -264,7 +265,8 @@ class _Model:
             found["l2"] += l2
             found["tensor"] += tensor * launch.turns / self._sms / clock
             found["non_matmul"] += other * launch.turns / self._sms / clock
-            found["launch"] += self._c.next_s if number else self._c.launch_s
+            if not launch.inside:
+                found["launch"] += self._c.next_s if number else self._c.launch_s
         return found
 
     def shares(self, kernels: list[Launch], main: Launch) -> dict[str, float]:
@@ -273,21 +275,29 @@ class _Model:
         if not seconds or not cycles:  # nothing to compute
             return {**dict.fromkeys(VERDICTS, 0.0), "launch": 1.0}
         clock = self._clock(main, cycles, "")
-        seconds += EMPTY_S  # as counters time a kernel: while it is launched, no multiprocessor has a block
+        # As counters time a kernel: while it is launched, no multiprocessor has a block, and then it fetches its code.
+        seconds += COLD_S + EMPTY_S
         whole = seconds * clock * self._sms
-        started = self._c.launch_s + (len(kernels) - 1) * self._c.next_s
+        number = sum(not launch.inside for launch in kernels)
+        started = self._c.launch_s + (number - 1) * self._c.next_s
         return {
             "HBM": min(self._memory(main, clock)[0] / seconds, 1.0),
-            "parallelism": 1.0 - self._occupied(main, cycles) * (seconds - EMPTY_S) / seconds,
+            "parallelism": 1.0 - self._occupied(main, cycles, (seconds - EMPTY_S) * clock) * (seconds - EMPTY_S) / seconds,
             "non-matmul": main.turns * main.turn.exps / EXPONENTIALS / whole,
             "tensor": main.turns * self._parts(main)[0] / whole,
-            "launch": started / self.seconds(kernels),
+            "launch": started / (self.seconds(kernels) + COLD_S * number),
         }
 
-    def _occupied(self, launch: Launch, cycles: float) -> float:
-        """Share of a kernel's time in which a multiprocessor has a block, the mean of all. A persistent block is there while it
-        begins."""
+    def _occupied(self, launch: Launch, cycles: float, whole: float) -> float:
+        """Share of a kernel's `whole` cycles in which a multiprocessor has a block, the mean of all. A persistent block is
+        there while it begins. HBM's bandwidth is shared by multiprocessors, whatever they hold: of blocks that wait for it,
+        those with fewer beside them end earlier."""
         tasks, at_once = self.tasks(launch)
+        if launch.streams and at_once > 1 and launch.blocks < self._sms * at_once:
+            fuller = launch.blocks - (at_once - 1) * self._sms
+            some, _ = self.tasks(launch, held=at_once - 1)
+            early = max(balanced(some, launch.blocks) / whole, 1.0 - 1.0 / at_once)
+            return (fuller + (self._sms - fuller) * min(early, 1.0)) / self._sms
         if launch.persistent:
             busy = balanced(tasks, self._sms) + self._c.begin * min(launch.blocks / self._sms, 1.0)
         else:
@@ -317,7 +327,8 @@ class _Model:
         pipes = (tensor**2 + (other + rescale / 2) ** 2) ** 0.5
         if launch.persistent:
             return pipes * (c.backward_hopper if launch.backward else c.hopper * launch.slower), masked
-        wait = (c.backward_sync if launch.backward else c.sync) if (tensor or other) and without != "non-matmul" else 0.0
+        sync = c.backward_sync if launch.backward else c.part if launch.joins else c.sync
+        wait = sync if (tensor or other) and without != "non-matmul" else 0.0
         fetched = 0.0
         if without != "HBM":
             wait += turn.lookups * c.latency

@@ -15,6 +15,7 @@ answer; that too is `non-matmul`.
 VERDICTS = ("HBM", "parallelism", "non-matmul", "tensor", "launch")
 UNITS = ("HBM", "parallelism", "non-matmul", "tensor")
 HALF, NEAR = 0.5, 0.05
+COLD_S = 0.8e-6  # that any kernel takes longer under ncu, which empties all caches before it, those of instructions too
 EMPTY_S = 1.7e-6  # that a kernel without work takes under ncu, while no multiprocessor has a block; a part of launching
 
 

@@ -1,0 +1,73 @@
+"""The counts of decoding: parts as the kernels share them out, and what is read, stored and combined."""
+
+import os
+import random
+
+import pytest
+
+from rowmax import Device, PagedProblem, Plan, Problem
+from rowmax.analysis.launches import launches
+from rowmax.analysis.launches_decode import shared_out
+from rowmax.device import Rates
+from rowmax.plan.split_kv import SplitTile, least_turns
+
+H200 = Device.named("H200")
+
+
+def launched(problem, plan: str, lengths=None) -> list:
+    return launches(problem, H200, Rates.of(H200), Plan.parse(plan), lengths)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import torch
+    import triton
+    import triton.language as tl
+
+    from rowmax.kernels.launch import _bounded
+    from rowmax.kernels.triton.parts import shares
+
+    @triton.jit
+    def told(out, seqlens, batch, heads_k, len_q, most, programs, band, GROUP: tl.constexpr, LEAST: tl.constexpr):
+        b, _, parts = shares(seqlens, None, batch, heads_k, len_q, most, programs, band, GROUP, 16, 64, LEAST, 8)
+        tl.store(out + b, parts, mask=b < batch)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels' own function runs under the interpreter")
+@pytest.mark.parametrize("words", ["", " window(700,0)"])
+def test_parts_are_those_that_the_kernels_find(words):
+    rnd = random.Random(3)
+    for programs in (20, 264, 528):
+        keys = [round(2 ** rnd.uniform(0, 15)) for _ in range(5)]
+        problem = PagedProblem.parse(f"b5 h8/2 q1 k32768 d128 bf16 causal paged16{words}")
+        found, seqlens = torch.zeros(8, dtype=torch.int32), torch.tensor(keys, dtype=torch.int32)
+        told[(1,)](found, seqlens, 5, 2, 1, 32768, programs, _bounded(problem), GROUP=4, LEAST=least_turns(64))
+        tile = SplitTile(16, 64, 4, 3, False, programs, True)
+        assert shared_out(problem, tile, [(1, one) for one in keys]) == found[:5].tolist()
+
+
+def test_long_sequences_have_many_parts():
+    problem = PagedProblem.parse("b3 h32/8 q1 k16384 d128 bf16 causal paged16")
+    decode, combine = launched(problem, "split_kv[16x64 w4 s4 p264]", [(1, 16384), (1, 256), (1, 4096)])
+    assert decode.tasks == ((8 * 23, 11, 11), (8, 3, 3), (8, 4, 4), (8 * 5, 11, 11), (8, 9, 9))
+    assert decode.empty + decode.blocks >= 264
+    assert combine.blocks == 3 * 32
+
+
+def test_the_last_part_is_shorter_and_some_may_have_none():
+    problem = Problem.parse("b1 h32/8 q1 k8192 d128 bf16")
+    decode, combine = launched(problem, "split_kv[16x64 w4 s3 x99]")
+    assert decode.tasks == ((8 * 64, 2, 2),)
+    assert decode.empty == 8 * 35
+    assert combine.turns == 32 * 99
+    decode, _ = launched(problem, "split_kv[16x64 w4 s3 x12]")
+    assert decode.tasks == ((8 * 11, 11, 11), (8, 7, 7))
+
+
+def test_a_cache_in_8_bits_takes_half_the_shared_memory():
+    text = "b64 h32/8 q1 k8192 d128 bf16 causal paged64"
+    wide, narrow = (
+        launched(PagedProblem.parse(text + words), "split_kv[16x64 w4 s3 p264]")[0].shared_bytes for words in ("", " e4m3")
+    )
+    q = 16 * 128 * 2
+    assert 2 * (narrow - q) == wide - q
