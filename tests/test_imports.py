@@ -26,6 +26,7 @@ ALLOWED = {
     "scores": {"errors", "score_mod"},
     "padding": {"errors"},
     "arguments": {"errors", "mask", "score_mod"},
+    "family": {"errors"},
     "prefixes": {"arguments", "errors"},
     "paged": {"problem", "errors", "mask"},
     "plan": {"plan", "problem", "paged", "mask", "device", "errors", "numerics", "score_mod"},
@@ -39,8 +40,11 @@ ALLOWED = {
     "ops_second": {"ops", "second_order", "problem", "mask"},
     "eager": {"ops"},
     "ops_paged": {"ops", "cpu", "plan", "problem", "paged", "device", "errors"},
-    "serving": {"api", "arguments", "eager", "ops", "ops_paged", "paged", "plan", "errors"},
-    "api": {"arguments", "eager", "ops", "ops_masked", "ops_scored", "padding", "plan", "problem", "errors", "score_mod"},
+    "serving": {"api", "arguments", "eager", "family", "ops", "ops_paged", "paged", "plan", "errors"},
+    "api": {
+        *("arguments", "eager", "family", "ops", "ops_masked", "ops_scored", "padding", "plan", "problem", "errors"),
+        "score_mod",
+    },
     "testing": {
         *("testing", "paged", "serving", "reference", "numerics", "api", "plan", "problem", "mask", "errors", "device"),
         "score_mod",
@@ -48,14 +52,14 @@ ALLOWED = {
     "flash_attn": {"flash_attn", "paged", "serving", *PUBLIC},
     "flash_attn_3": {"flash_attn", "flash_attn_3", *PUBLIC},
     "distributed": {"distributed", *PUBLIC},
-    "integrations": {"integrations", "flash_attn", *PUBLIC},
+    "integrations": {"integrations", "family", "flash_attn", *PUBLIC},
     "cli": {"cli", "analysis", "testing", *PUBLIC},
     "__main__": {"cli"},
-    "explain": {"plan", "problem", "device", "errors"},
+    "explain": {"api", "arguments", "family", "plan", "device", "errors", "score_mod"},
     "__init__": {*PUBLIC, "paged", "serving", "cache", "explain", "integrations", "score_mod"},
-    "cache": {"serving", "errors"},
+    "cache": {"serving", "errors", "family"},
 }
-EXTRA = {"analysis/measure.py": {"testing"}, "cli/tune.py": {"ops"}}
+EXTRA = {"analysis/measure.py": {"testing"}, "analysis/calls.py": {"family"}, "cli/tune.py": {"ops"}}
 ONLY_STANDARD_LIBRARY = {"mask", "numerics", "errors"}
 ONLY_IN_KERNELS = {"triton"}
 

@@ -1,6 +1,6 @@
 """The public calls: describe, call the operator, shape the result."""
 
-from typing import Optional, Union
+from typing import NoReturn, Optional, Union
 
 import torch
 
@@ -8,6 +8,7 @@ from rowmax import ops_masked, ops_scored
 from rowmax.arguments import Beside, Window, band, beside, flags, integer, number
 from rowmax.eager import Prepared, forward_without_gradient
 from rowmax.errors import ProblemError, Unsupported
+from rowmax.family import refuse
 from rowmax.ops import FORWARD, in_forward_mode, plan_forward
 from rowmax.padding import RUNS, Lengths, cu_seqlens
 from rowmax.plan import Plan
@@ -40,6 +41,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
+    **not_taken: NoReturn,
 ):
     """Exact attention, `softmax(scale * q k^T) v`, without storing the scores.
 
@@ -97,6 +99,8 @@ def attention(
     Gemma 2 (2024, section 2); ALiBi: Press et al. (2022); sinks as in gpt-oss (2025), after Xiao et al. (2023), who keep the
     first tokens (section 3.2); prefix-LM: Raffel et al. (2020, section 3.2.1).
     """
+    if not_taken:
+        refuse("attention", not_taken)
     given = (softcap, alibi_slopes, sink, bias, mask, seed, dropout_p, score_mod, sink_tokens, prefix, chunk)
     scores = beside(causal, window, *given)
     if seqlens_q is not None or seqlens_k is not None or leftpad_k is not None:
@@ -139,6 +143,7 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
+    **not_taken: NoReturn,
 ):
     """Exact attention over sequences of different lengths, packed one after another.
 
@@ -154,6 +159,8 @@ def attention_varlen(
 
     The other arguments, errors and conventions (bottom-right alignment within each sequence) are those of `attention`.
     """
+    if not_taken:
+        refuse("attention_varlen", not_taken)
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
     given = (softcap, alibi_slopes, sink, None, None, seed, dropout_p, score_mod, sink_tokens, prefix, chunk)
     scores = beside(causal, window, *given)
@@ -198,6 +205,7 @@ def prepare(
     score_mod: Union[None, ScoreMod, Bound] = None,
     return_lse: bool = False,
     plan: Union[None, str, Plan] = None,
+    **not_taken: NoReturn,
 ) -> Prepared:
     """A call of `attention`, or with `cu_seqlens` of `attention_varlen`, of which all but the launch is done once.
 
@@ -222,6 +230,8 @@ def prepare(
     Raises:
         ProblemError, Unsupported: as `attention`; and if an input requires gradients, which the result cannot have.
     """
+    if not_taken:
+        refuse("prepare", not_taken)
     _check_lengths(cu_seqlens_q, cu_seqlens_k, optional=True)
     numbers = _numbers(q, k, v, max_seqlen_q, max_seqlen_k, causal, window, scale, return_lse, False, plan)
     if isinstance(prefix, torch.Tensor):
@@ -353,17 +363,28 @@ def _with_tensors(q, scores: Beside) -> Beside:
     return scores._replace(slopes=slopes, sink=sink)
 
 
-def _scored(q, k, v, cu_q, cu_k, numbers, scores: Beside) -> tuple:
-    """The operator of a call with scores that are bent or hidden, what plans it, and its arguments behind `need_lse`."""
+def _scored(q, k, v, cu_q, cu_k, numbers, scores: Beside, pairs: bool = False) -> tuple:
+    """The operator of a call with scores that are bent or hidden, what plans it, and its arguments behind `need_lse`; with
+    `pairs` the one that takes everything."""
     softcap = 0.0 if scores.softcap is None else number("softcap", scores.softcap)
     tensors = (q, k, v, cu_q, cu_k, scores.slopes, scores.sink)
-    if scores.scored:
+    if scores.scored and not pairs:
         return ops_scored.FORWARD_SCORED, ops_scored.planned, (*tensors, *numbers, softcap)
     mod = None if scores.score_mod is None else bound(scores.score_mod)
     seed = _seed(scores.seed, q.device, scores.dropout_p)
-    pairs = (scores.bias, scores.mask, seed, None if mod is None else mod.operand(q))
+    given = (scores.bias, scores.mask, seed, None if mod is None else mod.operand(q))
     more = (scores.dropout_p, "" if mod is None else mod.mod.key, scores.sink_tokens, scores.prefix, scores.chunk)
-    return ops_masked.FORWARD_MASKED, ops_masked.planned, (*tensors, *pairs, *numbers, softcap, *more)
+    return ops_masked.FORWARD_MASKED, ops_masked.planned, (*tensors, *given, *numbers, softcap, *more)
+
+
+def describe(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, deterministic, scores: Optional[Beside]) -> Problem:
+    """What a call with these arguments is: for `explain`. Validated as the call is; makes nothing but the seed of dropout."""
+    numbers = _numbers(q, k, v, max_q, max_k, causal, window, scale, False, deterministic, None)
+    q, k, v = _as_autocast(q, k, v)
+    scores = _with_tensors(q, scores or Beside())._replace(seed=0)
+    if isinstance(scores.prefix, torch.Tensor):
+        raise Unsupported("explain takes one prefix for all sequences, an integer: one for each is two calls.")
+    return ops_masked.describe(*_scored(q, k, v, cu_q, cu_k, numbers, scores, pairs=True)[2])[0]
 
 
 def _seed(seed, device, dropout_p: float) -> Optional[torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 
 from rowmax.errors import ProblemError
+from rowmax.family import CACHE_GIVES, refuse
 from rowmax.serving import append_kv, attention_paged, attention_shared
 
 E4M3 = torch.float8_e4m3fn
@@ -225,7 +226,9 @@ class PagedKVCache:
         return {"k_scale": self.k_scale[layer], "v_scale": None if keys_alone else self.v_scale[layer]}
 
     def attend(self, step: Step, q: torch.Tensor, *, layer: int = 0, **options):
-        """`attention_paged` of the new tokens' queries, laid out as in `append`, over all tokens of their sequences."""
+        """`attention_paged` of the new tokens' queries, laid out as in `append`, over all tokens of their sequences; with its
+        other arguments, but for those that the step has (`cu_seqlens_q`, `max_seqlen_q`)."""
+        _leave_to_the_step(options)
         tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k)
         options = {**self._scales_of(layer), **options}
         return attention_paged(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
@@ -244,6 +247,7 @@ class PagedKVCache:
 
     def attend_shared(self, step: Step, q: torch.Tensor, shared_pages: int, *, layer: int = 0, **options):
         """`attend`, with pages that all sequences of the step begin with read once; see `attention_shared`."""
+        _leave_to_the_step(options)
         tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k, shared_pages)
         options = {**self._scales_of(layer), **options}
         return attention_shared(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
@@ -334,6 +338,12 @@ class PagedKVCache:
                 scale[:, new] = scale[:, old]
         table = self._table.index_select(0, where)
         return Step(table, seqlens, None if same else cu, max(counts, default=0))
+
+
+def _leave_to_the_step(options: dict) -> None:
+    given = {name: value for name, value in options.items() if name in CACHE_GIVES}
+    if given:
+        refuse("PagedKVCache.attend", given)
 
 
 def _set_scales(scale: torch.Tensor, x: torch.Tensor, step: Step, size: int) -> None:

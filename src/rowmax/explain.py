@@ -4,14 +4,17 @@ The same facts as `rowmax explain` at the shell, from `analysis/report.py`, whic
 """
 
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any, NoReturn, Optional, Union
 
 import torch
 
+from rowmax.api import describe
+from rowmax.arguments import Window, beside
 from rowmax.device import Device
 from rowmax.errors import ProblemError
+from rowmax.family import refuse
 from rowmax.plan import Plan
-from rowmax.problem import Operands, Problem
+from rowmax.score_mod import Bound, ScoreMod
 
 
 def explain(
@@ -21,20 +24,32 @@ def explain(
     cu_seqlens_q: Optional[torch.Tensor] = None,
     cu_seqlens_k: Optional[torch.Tensor] = None,
     *,
-    causal: bool = False,
-    window: Optional[tuple[Optional[int], Optional[int]]] = None,
-    scale: Optional[float] = None,
     max_seqlen_q: Optional[int] = None,
     max_seqlen_k: Optional[int] = None,
+    causal: bool = False,
+    window: Optional[Window] = None,
+    sink_tokens: Optional[int] = None,
+    prefix: Optional[int] = None,
+    chunk: Optional[int] = None,
+    scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    alibi_slopes: Optional[torch.Tensor] = None,
+    sink: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    mask: Optional[torch.Tensor] = None,
+    dropout_p: float = 0,
+    score_mod: Union[None, ScoreMod, Bound] = None,
+    deterministic: bool = False,
     plan: Union[None, str, Plan] = None,
     gpu: Optional[str] = None,
     against: Sequence[str] = (),
+    **not_taken: NoReturn,
 ) -> dict[str, Any]:
     """What a call of `attention` (or, with `cu_seqlens`, `attention_varlen`) with these arguments would be.
 
     Args:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, scale, plan: as for the call. Only shapes and types of q, k and v
-            are looked at, so that with `gpu` tensors on `meta` do. Lengths in `cu_seqlens` are read, once the device has them.
+        q, k, v and all up to plan: as for the call. Only shapes and types of tensors are looked at, so that with `gpu` tensors
+            on `meta` do. Lengths in `cu_seqlens` are read, once the device has them; those on `meta` are taken as equal.
         gpu: a device by name, "H200"; default: the one the tensors are on.
         against: other plans to compare with, such as "kv_outer", "dense" or "q_outer[64x64 w4 s3]".
 
@@ -46,21 +61,14 @@ def explain(
     """
     from rowmax.analysis import report
 
-    left, right = (None, None) if window is None else window
-    if causal:
-        if right not in (None, 0):
-            raise ProblemError(f"causal=True and window={window} contradict each other: causal ends the window at the query")
-        right = 0
-    problem = Problem.describe(
-        Operands(q, k, v, cu_seqlens_q, cu_seqlens_k),
-        left=left,
-        right=right,
-        scale=scale,
-        max_len_q=max_seqlen_q,
-        max_len_k=max_seqlen_k,
-    )
+    if not_taken:
+        refuse("explain", not_taken)
+    given = (softcap, alibi_slopes, sink, bias, mask, None, dropout_p, score_mod, sink_tokens, prefix, chunk)
+    scores = beside(causal, window, *given)
+    numbers = (max_seqlen_q, max_seqlen_k, causal, window, scale, deterministic)
+    problem = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, scores)
     lengths = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+    if cu_seqlens_q is not None and cu_seqlens_k is not None and not cu_seqlens_q.is_meta:
         sizes = (cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
         lengths = list(zip(*sizes, strict=True))
     try:

@@ -33,7 +33,8 @@ FORWARD_MASKED = torch.ops.rowmax.forward_masked.default
 BACKWARD_MASKED = torch.ops.rowmax.backward_masked.default
 
 
-def _describe(*call):
+def describe(*call):
+    """`(problem, operands)` of a call."""
     # Kernels read them without strides.
     tensors = [None if t is None else t.contiguous() for t in call[3:_BIAS]]
     max_seqlen_q, max_seqlen_k, scale, left, right, deterministic, _, softcap, dropout_p, *more = call[_TENSORS:]
@@ -58,21 +59,21 @@ def _named(last, names=("score_mod", *Pattern._fields[2:])) -> dict:
     return dict(zip(names, last, strict=False))
 
 
-planned = partial(ops.plan_scored, _describe, _TENSORS)  # of a forward, for `rowmax.prepare`
+planned = partial(ops.plan_scored, describe, _TENSORS)  # of a forward, for `rowmax.prepare`
 
 for _key in ("CPU", "CUDA"):
-    ops._LIBRARY.impl("forward_masked", partial(ops.run_forward, _describe, _TENSORS), _key)
-    ops._LIBRARY.impl("backward_masked", partial(ops.run_backward, _describe, _TENSORS), _key)
+    ops._LIBRARY.impl("forward_masked", partial(ops.run_forward, describe, _TENSORS), _key)
+    ops._LIBRARY.impl("backward_masked", partial(ops.run_backward, describe, _TENSORS), _key)
 
 
 @torch.library.register_fake("rowmax::forward_masked", lib=ops._LIBRARY)
 def _forward_fake(*arguments):
-    return ops.fake_forward(_describe, *arguments)
+    return ops.fake_forward(describe, *arguments)
 
 
 @torch.library.register_fake("rowmax::backward_masked", lib=ops._LIBRARY)
 def _backward_fake(needs, grad_out, grad_lse, out, lse, *call):
-    _, operands = _describe(*call)
+    _, operands = describe(*call)
     like = (*operands[:3], *(lse if t is None else t for t in (operands.sink, operands.bias)))
     kinds = (
         *(t.dtype for t in like[:3]),

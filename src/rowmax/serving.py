@@ -1,6 +1,6 @@
 """The public calls of serving: attention over a paged KV cache, and writing new keys and values into it."""
 
-from typing import Optional, Union
+from typing import NoReturn, Optional, Union
 
 import torch
 
@@ -9,6 +9,7 @@ from rowmax.arguments import Window, band, flags, integer, number, seen
 from rowmax.eager import Prepared
 from rowmax.eager import _somebody_listens as somebody_listens
 from rowmax.errors import ProblemError, Unsupported
+from rowmax.family import refuse
 from rowmax.ops import ON_CPU, in_forward_mode, kernels
 from rowmax.ops_paged import (
     APPEND,
@@ -48,6 +49,7 @@ def attention_paged(
     out: Optional[torch.Tensor] = None,
     plan: Union[None, str, Plan] = None,
     debug: bool = False,
+    **not_taken: NoReturn,
 ):
     """Exact attention of new tokens over sequences whose keys and values lie in pages: decoding, speculative decoding, prefill
     in chunks, and all of them in one call. Inference only.
@@ -94,6 +96,8 @@ def attention_paged(
 
     Method: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) over pages (PagedAttention, Kwon et al. 2023, section 4.1).
     """
+    if not_taken:
+        refuse("attention_paged", not_taken)
     tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale)
     numbers = (max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan)
     if sink_tokens is not None and seen(causal, window, sink_tokens, None, None):
@@ -216,6 +220,7 @@ def prepare_paged(
     return_lse: bool = False,
     batch_invariant: bool = False,
     plan: Union[None, str, Plan] = None,
+    **not_taken: NoReturn,
 ) -> PreparedPaged:
     """A call of `attention_paged` of which all but the launches is done once, for steps whose queries, lengths and table are
     written in place between the calls:
@@ -235,6 +240,8 @@ def prepare_paged(
     Raises:
         ProblemError, Unsupported: as `attention_paged`.
     """
+    if not_taken:
+        refuse("prepare_paged", not_taken)
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k_pages, v_pages)):
         raise ProblemError(
             "prepare_paged gives no gradients, and an input requires them. Call it under torch.no_grad() or with detached "
@@ -259,6 +266,7 @@ def attention_shared(
     scale: Optional[float] = None,
     return_lse: bool = False,
     plan: Union[None, str, Plan] = None,
+    **not_taken: NoReturn,
 ):
     """`attention_paged`, causal, of sequences that all begin with the same `shared_pages` full pages, which are read once:
     their queries attend to them as those of one sequence, to what follows each on its own, and the parts are merged. Exact.
@@ -279,6 +287,8 @@ def attention_shared(
     Method: attention over disjoint sets of keys is merged by the log-sum-exp (FlashAttention-2, Dao 2023, section 3.1.1), here
         of shared prefixes (Juravsky et al., "Hydragen", 2024).
     """
+    if not_taken:
+        refuse("attention_shared", not_taken)
     _call((q, k_pages, v_pages, block_table, seqlens_k), max_seqlen_q, True, None, scale, None, return_lse, False, plan)
     columns = block_table.shape[-1]
     if type(shared_pages) is not int or not 0 <= shared_pages <= columns or block_table.dim() != 2:

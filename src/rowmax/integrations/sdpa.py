@@ -10,12 +10,13 @@ The second goes through torch's registry of flash attention (`torch.nn.attention
 as before, which calls go to flash attention; those that rowmax cannot run raise `Unsupported`, nothing is computed otherwise.
 """
 
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 
 from rowmax.api import attention
 from rowmax.errors import ProblemError, Unsupported
+from rowmax.family import refuse
 from rowmax.flash_attn.interface import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -26,7 +27,9 @@ from rowmax.flash_attn.interface import (
 NAME = "rowmax"
 
 
-def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
+def sdpa(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, **not_taken: NoReturn
+) -> torch.Tensor:
     """Attention with the arguments and the meaning of `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
@@ -44,6 +47,8 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     Returns:
         `[..., H, Tq, Dv]`. Gradients flow to query, key and value.
     """
+    if not_taken:
+        refuse("sdpa", not_taken)
     aligned_right = False
     if attn_mask is not None and is_causal:
         raise ProblemError("give attn_mask or is_causal=True, not both; rowmax.attention takes causal= and mask= together.")
