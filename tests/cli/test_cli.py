@@ -279,6 +279,20 @@ def test_check_passes(capsys):
     assert "all 2 are right" in printed
 
 
+def test_check_of_a_problem():
+    result = invoke("check", "b3 h2 q7 d8 bf16 packed causal sink", "b3 h4/2 q2 k32 d16 fp32 paged8", "--device", "cpu")
+    assert result.exit_code == 0, result.stdout
+    assert "b3 h2 q7 k7 d8 bf16 causal packed sink  tiled[" in result.stdout
+    assert "normal: out 0." in result.stdout
+    assert "dsink 0." in result.stdout
+    assert "paged8  gathered[" in result.stdout
+    assert "all 2 are right" in result.stdout
+    refused = invoke("check", SMALL[1], "--plan", "hopper", "--device", "cpu")
+    assert refused.exit_code == 2
+    assert "hopper was asked for" in refused.stderr
+    assert invoke("check", "b1 h1 q4 d8 bf16 causl").exit_code == 2
+
+
 def test_check_fails(monkeypatch, capsys):
     """A wrong attention is found, named and exits 1."""
     from rowmax import testing

@@ -104,12 +104,19 @@ def lessons(
 
 
 @app.command()
-def check(device: DeviceOption = None) -> None:
+def check(
+    problems: Annotated[
+        Optional[list[str]],
+        typer.Argument(help="Spelled as for explain, in quotes. Default: a handful.", metavar="[PROBLEM]..."),
+    ] = None,
+    device: DeviceOption = None,
+    plan: Annotated[str, typer.Option(help="An algorithm, or a whole plan, instead of the one that would run.")] = "",
+) -> None:
     """Run attention, forward and backward, on this machine and compare with the definition in fp64. Exits 1 if wrong."""
     from rowmax.cli import check
 
     with _errors_as_messages():
-        raise typer.Exit(check.run(_device(device)))
+        raise typer.Exit(check.run(_device(device), problems or check.PROBLEMS, plan))
 
 
 @app.command()
