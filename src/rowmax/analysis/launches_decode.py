@@ -122,7 +122,7 @@ def _combine(
 ) -> Launch:
     """A program a row, or a few. Parts are joined one after another; some are loaded together, from the cache. Where a tile
     says `once` it is no kernel, but what the last program of a row tile does."""
-    once = getattr(tile, "once", False)
+    once = tile.once
     rows = 1 if real <= 16 and not once else min(1 << (real - 1).bit_length() if once else PIECE, max(WIDE // dim_v, 1))
     warps = tile.warps if once else max(min(rows * dim_v // 512, 4), 1)
     each = -(-parts // max(row_tiles, 1))
