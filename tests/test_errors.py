@@ -199,7 +199,23 @@ MERGE = {
         ["of one shape", "[1, 4, 2, 8] beside [1, 5, 2, 8]"],
     ),
     "rank": (([tensor(5, 8)], [tensor(5)]), ["[T, H, D]", "out [5, 8]"]),
+    "one part for many": (
+        (tensor(2, 5, 3, 8), tensor(2, 3, 5)),
+        ["outs as a sequence", "one tensor [2, 5, 3, 8]", "[part, ...]", "outs.unbind(0)"],
+    ),
+    "one LSE for many": (([tensor(1, 5, 2, 8)], tensor(1, 2, 5)), ["lses as a sequence", "one tensor [1, 2, 5]"]),
+    "no sequence": ((None, None), ["outs as a sequence", "got NoneType"]),
+    "other things": (([tensor(1, 5, 2, 8), 1], [tensor(1, 2, 5)] * 2), ["floating point tensors", "got int in outs"]),
+    "integers": (([tensor(1, 5, 2, 8)], [tensor(1, 2, 5, dtype=torch.int64)]), ["floating point", "torch.int64 in lses"]),
+    "dtypes": (([tensor(1, 5, 2, 8), tensor(1, 5, 2, 8).half()], [tensor(1, 2, 5)] * 2), ["one dtype", "torch.float16 beside"]),
+    "devices": (([tensor(1, 5, 2, 8, **META)], [tensor(1, 2, 5)]), ["on one device", "meta, cpu"]),
 }
+
+
+def test_merge_takes_stacked_parts():
+    outs, lses = torch.randn(3, 1, 5, 2, 8), torch.randn(3, 1, 2, 5)
+    for got, want in zip(rowmax.merge(outs, lses), rowmax.merge(list(outs), lses.unbind(0)), strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("call", "parts"), MERGE.values(), ids=MERGE)

@@ -115,6 +115,26 @@ def test_compile_makes_one_graph_for_many_lengths():
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_number_read_in_a_compiled_function_is_a_hint_or_a_side(capture):
+    """`.item()` of a tensor: a number of which the trace knows nothing, and which guards nothing."""
+    x, cu = torch.randn(6, 2, 16, requires_grad=True), torch.tensor([0, 2, 6], dtype=torch.int32)
+
+    def attend(x, cu, n):
+        hints = {"max_seqlen_q": n.item(), "max_seqlen_k": n.item()}
+        dense = rowmax.attention(x[None], x[None], x[None], window=(n.item(), 0))
+        return rowmax.attention_varlen(x, x, x, cu, cu, causal=True, **hints) + dense[0]
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=capture):
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        for number in (4, 1):
+            n = torch.tensor(number)
+            assert torch.equal(*(torch.autograd.grad(call(x, cu, n).square().sum(), x)[0] for call in (compiled, attend)))
+        with pytest.raises((rowmax.ProblemError, torch._dynamo.exc.TorchRuntimeError), match="a distance of at least 0"):
+            compiled(x, cu, torch.tensor(-1))
+
+
 def test_compile_packed_makes_one_graph_for_many_batches():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(packed_step, fullgraph=True, dynamic=True, backend=counter)

@@ -1,5 +1,6 @@
 """The public calls: describe, call the operator, shape the result."""
 
+from collections.abc import Iterable
 from typing import NoReturn, Optional, Union
 
 import torch
@@ -261,21 +262,23 @@ def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine attention over disjoint sets of keys into attention over their union.
 
     Args:
-        outs: partial outputs, a sequence of `[B, T, H, D]` (or packed `[T, H, D]`) tensors of one shape and dtype.
-        lses: their log-sum-exps, `[B, H, T]` (or `[H, T]`), natural logarithm.
+        outs: partial outputs, a sequence of `[B, T, H, D]` (or packed `[T, H, D]`) floating point tensors of one shape and
+            type; or one tensor `[parts, B, T, H, D]`.
+        lses: their log-sum-exps, `[B, H, T]` (or `[H, T]`), natural logarithm, fp32 or wider; or one tensor
+            `[parts, B, H, T]`.
 
     Returns:
         `(out, lse)` of the union, in the inputs' dtypes; computed in fp32 (fp64 for fp64). Where every part saw nothing: 0 and
         -inf. Differentiable in all arguments, with zero gradient where a row saw nothing.
 
+    Raises:
+        ProblemError: they do not belong together, or are no sequences of parts.
+
     Method: the rescaling of FlashAttention-2 (Dao 2023, section 3.1.1) applied once, to whole parts.
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _parts("outs", outs, 5), _parts("lses", lses, 4)
     if not outs or len(outs) != len(lses):
         raise ProblemError(f"merge needs as many outputs as LSEs, at least one; got {len(outs)} and {len(lses)}.")
-    for tensor in (*outs, *lses):
-        if not isinstance(tensor, torch.Tensor):
-            raise ProblemError(f"merge needs sequences of tensors; got {type(tensor).__name__} in one.")
     for out, lse in zip(outs, lses, strict=True):
         want = (*out.shape[:-3], out.shape[-2], out.shape[-3]) if out.dim() in (3, 4) else None
         if out.shape != outs[0].shape or tuple(lse.shape) != want:
@@ -283,6 +286,13 @@ def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
                 f"merge needs outputs [B, T, H, D] of one shape with LSEs [B, H, T] (packed: [T, H, D], [H, T]); got out "
                 f"{list(out.shape)} beside {list(outs[0].shape)} and LSE {list(lse.shape)}."
             )
+        if not out.dtype == outs[0].dtype or not lse.dtype == lses[0].dtype:
+            raise ProblemError(
+                f"merge needs outputs of one dtype, and LSEs of one; got {out.dtype} beside {outs[0].dtype}, {lse.dtype} "
+                f"beside {lses[0].dtype}. Convert them first."
+            )
+        if not out.device == lse.device == outs[0].device:
+            raise ProblemError(f"merge needs all parts on one device; got {out.device}, {lse.device}, {outs[0].device}.")
     wide = torch.promote_types(outs[0].dtype, torch.float32)
     stacked = torch.stack([lse.to(wide) for lse in lses])
     peak = stacked.detach().amax(0)
@@ -295,6 +305,23 @@ def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
     shares = (weights / total).transpose(-1, -2).unsqueeze(-1)
     out = sum(share * part.to(wide) for share, part in zip(shares, outs, strict=True))
     return out.to(outs[0].dtype), lse.to(lses[0].dtype)
+
+
+def _parts(name: str, given, stacked: int) -> list[torch.Tensor]:
+    """Of `merge`: a list of tensors, from a sequence or from a tensor of `stacked` dimensions, with the parts in front."""
+    if isinstance(given, torch.Tensor) and given.dim() != stacked:
+        raise ProblemError(
+            f"merge needs {name} as a sequence, a tensor for each part; got one tensor {list(given.shape)}, which may be one "
+            f"part or many. Pass [part, ...], or {name}.unbind(0) if the parts are stacked."
+        )
+    if not isinstance(given, Iterable):
+        raise ProblemError(f"merge needs {name} as a sequence, a tensor for each part; got {type(given).__name__}.")
+    parts = list(given)
+    for part in parts:
+        if not isinstance(part, torch.Tensor) or not part.is_floating_point():
+            kind = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
+            raise ProblemError(f"merge needs sequences of floating point tensors; got {kind} in {name}.")
+    return parts
 
 
 def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, deterministic, plan, scores=None):

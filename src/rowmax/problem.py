@@ -395,7 +395,7 @@ def _describe(
             f"{len_q} queries and {len_k} keys in {shapes}.{hint}"
         )
     for name, value in (("left", left), ("right", right)):
-        if value is not None and value < 0:
+        if _negative(value):
             raise ProblemError(
                 f"window ({name} side) must be None for no limit or a distance of at least 0; got {value}. "
                 "A window of w keys that ends at the query itself is window=(w - 1, 0)."
@@ -406,7 +406,7 @@ def _describe(
             f"{shapes}."
         )
     for name, value in (("max_seqlen_q", max_len_q), ("max_seqlen_k", max_len_k)):
-        if value is not None and value < 0:
+        if _negative(value):
             raise ProblemError(f"{name} must be at least 0; got {value}.")
     return cls(
         batch,
@@ -433,10 +433,19 @@ def _describe(
     )
 
 
+def _negative(value) -> bool:
+    """Of an integer or None; not of one that a trace knows nothing about (`.item()` under `torch.compile`)."""
+    if value is None or type(value) is int:
+        return value is not None and value < 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(value < 0)
+
+
 def _looks_transposed(q_shape, k_shape, right) -> bool:
     """[B, H, T, D] tensors with grouped heads, read as [B, T, H, D]: many equal 'heads', a causal mask, and fewer 'keys'
     than 'queries' by a whole factor, so that most queries would see nothing."""
-    if len(q_shape) != 4 or right != 0:
+    if len(q_shape) != 4 or type(right) is not int or right != 0:
         return False
     (_, len_q, heads_q, _), (_, len_k, heads_k, _) = q_shape, k_shape
     return heads_q == heads_k >= 256 > len_q > len_k > 0 and len_q % len_k == 0
