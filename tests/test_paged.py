@@ -129,6 +129,20 @@ def test_the_operators_keep_their_word():
         torch.library.opcheck(torch.ops.rowmax.paged_into.default, (out, need_lse, *given, *numbers), test_utils=tests)
 
 
+def test_numbers_read_in_a_compiled_call_are_hints_and_sides():
+    problem, lengths = PagedProblem.parse("b2 h4/2 q2 k32 d16 fp32 causal paged8"), ((2, 20), (2, 30))
+    q, *pages = paged.paged_operands(problem, lengths)[0][:5]
+
+    def attend(n):
+        return rowmax.attention_paged(q, *pages, max_seqlen_q=n.item(), window=(n.item(), 0), num_splits=n.item())
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        for number in (3, 1):
+            assert torch.equal(compiled(torch.tensor(number)), attend(torch.tensor(number)))
+
+
 def test_a_compiled_call_is_one_operator():
     def step(q, k, v, table, lengths):
         return attention_paged(q, k, v, table, lengths, return_lse=True)

@@ -17,7 +17,7 @@ import torch
 
 from rowmax.errors import ProblemError
 from rowmax.mask import Band
-from rowmax.problem import DTYPE_NAMES, MAX_SCALE, Problem
+from rowmax.problem import DTYPE_NAMES, MAX_SCALE, Problem, negative
 
 E4M3 = torch.float8_e4m3fn
 MOST_E4M3 = 448.0  # its largest number
@@ -140,11 +140,11 @@ def _described(
         fix = " For sequences of different query lengths, packed in q, pass cu_seqlens_q." if len(q_shape) == 3 else ""
         raise ProblemError(f"q must have one entry for each of the {batch} sequences of seqlens_k; got {shapes}.{fix}")
     for name, value in (("left", left), ("right", right)):
-        if value is not None and value < 0:
+        if negative(value):
             raise ProblemError(f"window ({name} side) must be None for no limit or a distance of at least 0; got {value}.")
     if scale is not None and not abs(scale) <= MAX_SCALE:
         raise ProblemError(f"scale must be a finite number, at most {MAX_SCALE:g} in size, or None; got {scale} with {shapes}.")
-    if max_len_q is not None and max_len_q < 0:
+    if negative(max_len_q):
         raise ProblemError(f"max_seqlen_q must be at least 0; got {max_len_q}.")
     return cls(
         batch=batch,

@@ -395,7 +395,7 @@ def _describe(
             f"{len_q} queries and {len_k} keys in {shapes}.{hint}"
         )
     for name, value in (("left", left), ("right", right)):
-        if _negative(value):
+        if negative(value):
             raise ProblemError(
                 f"window ({name} side) must be None for no limit or a distance of at least 0; got {value}. "
                 "A window of w keys that ends at the query itself is window=(w - 1, 0)."
@@ -406,7 +406,7 @@ def _describe(
             f"{shapes}."
         )
     for name, value in (("max_seqlen_q", max_len_q), ("max_seqlen_k", max_len_k)):
-        if _negative(value):
+        if negative(value):
             raise ProblemError(f"{name} must be at least 0; got {value}.")
     return cls(
         batch,
@@ -433,7 +433,7 @@ def _describe(
     )
 
 
-def _negative(value) -> bool:
+def negative(value) -> bool:
     """Of an integer or None; not of one that a trace knows nothing about (`.item()` under `torch.compile`)."""
     if value is None or type(value) is int:
         return value is not None and value < 0
