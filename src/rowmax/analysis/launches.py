@@ -23,6 +23,7 @@ from rowmax.plan.tile import Tile, early, key_ranges
 from rowmax.problem import Problem
 
 CACHED = 0.7  # of the L2 cache, that K and V used by all blocks at once may take and still be found there
+SCORE_OPS = 4.0  # fp32 operations of a plain softmax for each score, beside its exponential
 Lengths = Sequence[tuple[int, int]]
 
 
@@ -129,6 +130,7 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     Raises:
         KeyError: no model of the plan's algorithm.
     """
+    from rowmax.analysis import launches_bent
     from rowmax.analysis import launches_decode as decode
     from rowmax.analysis import launches_older as older
 
@@ -142,6 +144,7 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     }
     known = list(lengths) if lengths is not None else sequences(problem)
     kernels = builders[plan.algorithm](problem, device, rates, plan.tiles[0], known)
+    kernels = [launches_bent.bent(problem, launch) for launch in kernels]
     if not problem.packed or isinstance(problem, PagedProblem):
         return kernels
     size = float(problem.len_q * problem.heads_q * problem.dim_v * _element(problem))  # rows outside every sequence are 0
@@ -223,7 +226,7 @@ def _turn(problem: Problem, block_m: int, block_n: int, dim: int, dim_v: int, *,
     scores = block_m * block_n
     sides = sum(side is not None for side in problem.band[:2])
     return Turn(
-        2.0 * scores * (dim + dim_v), scores + block_m, 4.0 * scores, 0.0 if lazy else float(block_m * dim_v),
+        2.0 * scores * (dim + dim_v), scores + block_m, SCORE_OPS * scores, 0.0 if lazy else float(block_m * dim_v),
         ahead_bytes=float(block_n * (dim + dim_v) * _element(problem)), mask_ops=(2.0 + sides) * scores,
         sync=block_m < 64 and problem.dtype != torch.float32,
     )  # fmt: skip

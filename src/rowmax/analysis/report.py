@@ -15,6 +15,7 @@ import torch
 
 from rowmax.analysis.cost import bytes_of, flops_of, pairs_of
 from rowmax.analysis.launches import Lengths
+from rowmax.analysis.launches_bent import uncounted
 from rowmax.analysis.predict import Prediction, predict
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
@@ -70,6 +71,7 @@ def explain(
         "device": {"name": device.name, "kind": device.kind, "capability": list(device.capability)},
         "visible_pairs": pairs_of(problem),
         "assumes": "sequences of equal length" if problem.packed else None,
+        "not_counted": uncounted(problem, directions["forward"]["algorithm"]),
         "directions": directions,
         **said,
     }

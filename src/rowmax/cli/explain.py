@@ -107,6 +107,8 @@ def _show(facts: dict, console: Console) -> None:
     console.print(f"  {_in_words(fields)}")
     pairs = f"{facts['visible_pairs']:,} of {_all_pairs(fields):,} pairs of a query and a key are visible"
     console.print(f"  {pairs}" + (f" (for {assumes})" if assumes else ""))
+    if facts["not_counted"]:
+        console.print(f"  not counted: {escape(facts['not_counted'])}")
     for direction, found in facts["directions"].items():
         console.print()
         name = f"[green]{escape(found['plan'])}[/]" if found["plan"] else "[red]nothing runs it here[/]"
