@@ -14,6 +14,7 @@ import triton
 from rowmax.kernels.direct import Launcher
 from rowmax.kernels.triton.backward import key_kernel, one_query_key_kernel, query_kernel, row_kernel
 from rowmax.kernels.triton.forward import forward_kernel
+from rowmax.kernels.triton.outside import outside_kernel
 from rowmax.mask import AnyBand
 from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
@@ -24,6 +25,7 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
+OUTSIDE_ROWS = 64  # of a program that clears rows
 ROW_ELEMENTS = 4096  # of the output, for a program of the row kernel: bound by memory, any size without spills does
 
 
@@ -49,8 +51,9 @@ class Forward:
         self._out_shape, self._lse_shape = problem.outputs()
         self._need_lse, self._plain = need_lse, problem.plain
         self._has_work = _has_work(problem)
-        self._clear = problem.packed or not self._has_work  # rows outside every sequence are written by nobody
+        self._clear = problem.packed or not self._has_work  # there may be rows that the forward does not write
         self._again: Any = None  # launches of calls after the first
+        self._clear_again: Any = None
         self._like_q = not self._clear and problem.dim_qk == problem.dim_v  # a third faster than from a shape
 
     def __call__(
@@ -60,18 +63,29 @@ class Forward:
         if self._like_q:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
-            out = q.new_zeros(self._out_shape) if self._clear else q.new_empty(self._out_shape)
+            out = q.new_empty(self._out_shape)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._need_lse else None
-        if self._clear and lse is not None:
-            self._clear_lse(lse, cu_seqlens_q, scores)
+        if self._clear:
+            self._clear_rows(out, lse, cu_seqlens_q, scores)
         if self._has_work:
             self._run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *(() if self._plain else scores))
         return out, lse
 
-    def _clear_lse(self, lse, cu_seqlens_q, scores) -> None:
-        lse.fill_(-torch.inf)
-        if self._problem.sink and not self._has_work:
-            _scored().rows_of_sinks(lse, scores[1], cu_seqlens_q)
+    def _clear_rows(self, out, lse, cu_seqlens_q, scores) -> None:
+        """Rows that the forward does not write: those outside every sequence, or all."""
+        if not self._has_work:
+            out.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
+                if self._problem.sink:
+                    _scored().rows_of_sinks(lse, scores[1], cu_seqlens_q)
+        elif self._clear_again is not None and out.device.index == torch.cuda.current_device():
+            self._clear_again(out, lse, cu_seqlens_q)
+        else:
+            call = outside_call(cu_seqlens_q, out, lse=lse)
+            build, numbers = _launch(out.device, call), call.numbers
+            if build is not None:
+                self._clear_again = lambda out, lse, cu: build(*map(_address, (out, None, lse, cu)), *numbers)
 
     def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores) -> None:
         device, tile = q.device, self._tile
@@ -107,9 +121,7 @@ class Forward:
 
         def run():
             if self._clear:
-                out.zero_()
-                if lse is not None:
-                    self._clear_lse(lse, cu_seqlens_q, operands[5:])
+                self._clear_rows(out, lse, cu_seqlens_q, operands[5:])
             if not self._has_work:
                 return
             # Memory made under capture would belong to the graph.
@@ -126,17 +138,20 @@ class Forward:
 def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse, needs, plan: Plan) -> tuple[torch.Tensor, ...]:
     """`(dq, dk, dv)`, and with a fourth and a fifth of `needs` the sink's and the bias's; a gradient that is not needed is an
     empty tensor, and no kernel runs for nothing."""
-    empty = problem.packed or not _has_work(problem)
-    make = torch.zeros if empty else torch.empty
+    make = torch.empty if _has_work(problem) else torch.zeros
     need_q, need_k, need_v = needs[:3]
     more = [lse.new_empty(0) for _ in needs[3:]]
-    q, k, v = operands[:3]
+    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     device = q.device
     dq, dk, dv = (
         make(t.shape if need else (0,), dtype=t.dtype, device=device) for t, need in zip((q, k, v), needs[:3], strict=True)
     )
     if not _has_work(problem):
         return dq, dk, dv, *(_scored().idle_gradients(operands, needs[3:], lse, grad_lse) if more else ())
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        for cu_seqlens, *grads in ((cu_seqlens_q, dq), (cu_seqlens_k, dk, dv)):
+            if wanted := [grad for grad in grads if grad.numel()]:
+                _launch(device, outside_call(cu_seqlens, *wanted))
     if plan.algorithm == "hopper":  # all three at once
         from rowmax.kernels import hopper_backward
 
@@ -188,6 +203,14 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
         *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors, problem.alibi == "batch", function, count),
     )
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
+
+
+def outside_call(cu_seqlens: torch.Tensor, x: torch.Tensor, y: Optional[torch.Tensor] = None, *, lse=None) -> Call:
+    """Clears the rows of contiguous x and y, `[T, H, D]`, and of lse, `[H, T]`, that no sequence holds."""
+    rows, heads, _ = x.shape
+    widths = (x[0].numel(), x[0].numel() if y is None else y[0].numel())
+    numbers = (cu_seqlens.numel() - 1, rows, *widths, heads, OUTSIDE_ROWS, 1024)
+    return Call(outside_kernel, -(-rows // OUTSIDE_ROWS), (x, y, lse, cu_seqlens), numbers, Tile(OUTSIDE_ROWS, 1, 4, 1))
 
 
 def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) -> Call:
