@@ -156,6 +156,34 @@ def one_graph_serves_every_length():
 
 
 @check
+def one_launch_gives_the_bits_of_two():
+    """Called and replayed in turn while lengths shrink: what counts the programs that have ended is 0 again after each call."""
+    for text, lengths, tile in (
+        ("b1 h32/8 q1 k8192 d128 bf16 causal paged16", [(1, 8000)], "16x64 w4 s3 x16"),
+        ("b8 h32/8 q1 k4096 d128 bf16 causal paged64", [(1, n) for n in zipf(8, 4096)], "16x64 w4 s4 p264"),
+        ("b3 h8/2 q49 k2048 d64 fp16 causal packed paged16", [(20, 2000), (1, 1500), (28, 99)], "16x64 w4 s3 x3"),
+        ("b2 h8/2 q1 k4096 d128 bf16 causal paged16 invariant", [(1, 4000), (1, 600)], "16x64 w4 s4 c8"),
+    ):
+        problem = PagedProblem.parse(text)
+        given = paged.paged_operands(problem, lengths, device="cuda")[0]
+        once, twice = f"split_kv[{tile} once]", f"split_kv[{tile}]"
+        paged.attend_paged(problem, given, once)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = paged.attend_paged(problem, given, once)
+        start = given.seqlens_k.clone()
+        for step in range(50):
+            given.seqlens_k.copy_((start - 13 * step).clamp(min=1))
+            given.q.normal_()
+            wanted = paged.attend_paged(problem, given, twice)
+            graph.replay()
+            for results in (captured, paged.attend_paged(problem, given, once)):
+                for one, other in zip(results, wanted, strict=True):
+                    assert torch.equal(one, other), f"'{text}', step {step}: one launch differs from two"
+
+
+@check
 def paged_repeats_are_bitwise_equal():
     """While another stream keeps the memory busy."""
     noise, other = torch.empty(2**26, device="cuda"), torch.cuda.Stream()

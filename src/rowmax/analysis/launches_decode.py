@@ -23,7 +23,7 @@ WIDENED = 1.0  # fp32 operations for a number of 8 bits: of four, one sorts thei
 
 
 def split_kv_launches(problem: Problem, device: Device, rates: Rates, tile: SplitTile, lengths: Lengths) -> list[Launch]:
-    """Rows are the queries of a group of heads; each row tile has parts, and a second kernel combines them."""
+    """Rows are the queries of a group of heads; each row tile has parts, which a second kernel combines, or the same."""
     first, second, dim_v = split_kv.padded_dims(problem)
     dim = first + second
     item = _element(problem)
@@ -50,7 +50,9 @@ def split_kv_launches(problem: Problem, device: Device, rates: Rates, tile: Spli
         shared_bytes=shared, registers=registers, threads=block.threads, far=1.0, streams=True,
         own_bytes=real * (dim + dim_v) * float(item), lookups=_lookups(problem, tile), empty=idle,
     )  # fmt: skip
-    return [decode, _combine(problem, rates, tile, real, parts, row_tiles, partial, dim_v)] if partial else [decode]
+    if not partial or tile.once:  # what it costs a program to combine in the same launch was not measured
+        return [decode]
+    return [decode, _combine(problem, rates, tile, real, parts, row_tiles, partial, dim_v)]
 
 
 def shared_out(problem: Problem, tile: SplitTile, lengths: Lengths) -> list[int]:
