@@ -34,9 +34,14 @@ def test_there_is_a_page_for_each_step():
         "prefill-against-decode",
         "off-tensor-core",
         "split-kv-against-split-q",
+        "hopper-forward",
+        "hopper-backward",
     )
-    assert {*steps, "hopper-forward", "hopper-backward", "index"} == {page.stem for page in PAGES}
-    assert all(len(code_of(page)) == 1 for page in PAGES if page.stem in steps)
+    assert {*steps, "index"} == {page.stem for page in PAGES}
+    for page in PAGES:
+        if page.stem in steps:
+            assert (len(code_of(page)), page.read_text().count("![")) == (1, 1), "code that runs, and a picture of the model's"
+            assert "|---" in page.read_text(), "a table of what was measured"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "explain.md"], ids=lambda page: page.stem)
@@ -93,6 +98,47 @@ def test_times_side_by_side_are_those_of_the_results(page, slow, fast):
         assert figures == [f"{one:.4g}", f"{two:.4g}", f"{one / two:.3g}", f"{model[0] / model[1]:.3g}"], problem
 
 
+def table_of(page: str, columns: int) -> list[list[str]]:
+    """Rows of a page's tables that have so many columns, without heads."""
+    lines = (ROOT / "docs" / "lessons" / f"{page}.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    at = next(i for i, row in enumerate(rows) if len(row) == columns and set(row) == {"---"})
+    return rows[at + 1 :]
+
+
+def test_scores_in_memory_against_none():
+    times = {}
+    for row in json.loads((RESULTS / "generations" / "h200-2026-11-30-fit.json").read_text()):
+        times[row["problem"], row["plan"].partition("[")[0]] = row["ms"]
+    for heads, tokens, slow, fast, ratio in table_of("online-softmax", 5):
+        dense, online = (times[f"b1 h{heads} q{tokens} k{tokens} d64 bf16", name] for name in ("dense", "q_outer"))
+        assert [slow, fast, ratio] == [f"{dense:.4g}", f"{online:.4g}", f"{dense / online:.3g}"]
+
+
+def test_memory_of_a_backward_is_what_was_measured():
+    found = json.loads((RESULTS / "growth" / "h200-2026-11-30.json").read_text())
+    whole = [row for row in found["rows"] if row["pass"] == "forward+backward"]
+    peaks = {(str(row["tokens"]), row["who"]): row.get("peak_bytes") for row in whole}
+    slopes = {one["who"]: one["memory"] for one in found["slopes"] if one["pass"] == "forward+backward"}
+    *rows, last = table_of("recomputation", 4)
+    names = ("torch math", "q_outer", "hopper")
+    for tokens, *said in rows:
+        sizes = [peaks[tokens, name] for name in names]
+        assert said == [f"{size / 2**20:,.1f}" if size else "no room" for size in sizes]
+    assert last == ["slope", *(f"{slopes[name]:.2f}" for name in names)]
+    assert abs(slopes["torch math"] - 2) <= 0.05
+    assert max(abs(slopes[name] - 1) for name in names[1:]) <= 0.03
+
+
+def test_parts_of_one_query():
+    rows = json.loads((RESULTS / "decode" / "sweep-h200-2026-11-30.json").read_text())["rows"]
+    problem = "b1 h32/8 q1 k131072 d128 bf16"
+    found = {row["who"]: row for row in rows if row["problem"] == problem}
+    for parts, blocks, us, speed in table_of("prefill-against-decode", 4):
+        row = found[f"dense [16x64 w4 s3 x{parts}]"]
+        assert [blocks, us, speed] == [f"{8 * int(parts):,}", f"{row['replay_us']:.1f}", f"{row['gb_per_s'] / 1e3:.2f}"]
+
+
 def test_bytes_are_those_of_the_counters():
     rows = json.loads((RESULTS / "counters" / "h200-2026-11-30.json").read_text())["rows"]
     moved = {(row["problem"], row["plan"].split("[")[0]): row["dram_bytes"] for row in rows}
@@ -105,3 +151,8 @@ def test_bytes_are_those_of_the_counters():
         ("b8 h32/8 q2048 k2048 d128 bf16", 8 * 32 * 2048**2),
     ):
         assert f"{moved[problem, 'dense'] / scores:.1f}" in text
+    times = {(row["problem"], row["plan"].split("[")[0]): row["gpu_ms"] for row in rows}
+    for name, sequences, size, each, ms in table_of("tiling-and-hbm", 5):
+        key = f"b{sequences} h8 q4096 k4096 d128 bf16", name.strip("`")
+        scores = int(sequences) * 8 * 4096**2
+        assert [size, each, ms] == [f"{moved[key] / 1e6:,.0f}", f"{moved[key] / scores:.2f}", f"{times[key]:.3g}"]

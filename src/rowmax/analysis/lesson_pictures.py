@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from math import exp, inf
 from pathlib import Path
 
+from rowmax.analysis.cost import flops_of
 from rowmax.analysis.launches import launches
 from rowmax.analysis.page import STYLE, WIDTH, _roofline, _timeline, walk
 from rowmax.analysis.predict import predict
@@ -70,6 +71,16 @@ def timelines(text: str, plans: tuple[str, ...]) -> str:
         said = f"{plan.partition('[')[0]}: {main.blocks:,} blocks, {found.seconds * 1e6:,.0f} us, held back by {found.verdict}"
         pieces.append((said, _timeline(GPU, found), found.seconds / longest))
     return _stacked(pieces)
+
+
+def backwards(text: str, plans: tuple[str, ...]) -> str:
+    """Time of a backward by plan, and how many products of a score's size its kernels compute."""
+    problem, rows = Problem.parse(text), []
+    for plan in plans:
+        found = predict(problem, GPU, Plan.parse(plan), direction="backward")
+        products = sum(launch.turns * launch.turn.tensor_flops for launch in found.launches) / flops_of(problem, "backward") * 5
+        rows.append((plan.partition("[")[0], found.seconds, f"{found.seconds * 1e3:.2f} ms, {products:.0f} products"))
+    return _bars(rows)
 
 
 def walks(orders: tuple[str, ...]) -> str:
@@ -154,6 +165,9 @@ def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
 # Plans are spelled out, so that another table of tiles asks for no other picture.
 PREFILL, HOPPER = "b4 h16 q4096 k4096 d128 bf16", "hopper[128x128 s2 q2 pingpong lazy dynamic g8]"
 DECODE = "b1 h32/8 q1 k32768 d128 bf16"
+SHORT, OUTER = "b1 h16 q2048 k2048 d128 bf16 causal", "q_outer[128x64 w8 s3 tma]"
+BACKWARD = "b4 h16 q4096 k4096 d128 bf16"
+BACKWARDS = "q_outer[128x64 w8 s3 tma, 64x64 w4 s2 tma]", "hopper[64x128 s2 backward g16]"
 SCORES = (1.2, 0.4, 2.1, 1.7, 0.9, 3.0, 2.2, 0.3, 1.1, 2.6, 4.4, 1.9, 0.8, 3.1, 2.0, 1.4)
 PICTURES: dict[str, Callable[[], str]] = {
     "online-softmax": lambda: running(SCORES),
@@ -162,6 +176,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "fa1-against-fa2": lambda: walks(("kv_outer", "q_outer")),
     "split-kv-against-split-q": lambda: shared("b4 h16 q4096 k4096 d64 bf16", "64x64 w4 s2"),
     "prefill-against-decode": lambda: timelines(DECODE, ("q_outer[64x64 w4 s3]", "split_kv[16x64 w4 s3 x32]")),
+    "hopper-forward": lambda: timelines(SHORT, (OUTER, HOPPER)),
+    "hopper-backward": lambda: backwards(BACKWARD, BACKWARDS),
     "off-tensor-core": lambda: chips(("V100", "A100", "H200", "B200")),
 }
 
