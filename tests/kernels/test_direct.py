@@ -21,6 +21,8 @@ PROBLEMS = {
     "b1 h8 q512 k512 d128 bf16 causal": "hopper[128x128 s2 q2 pingpong dynamic g8]",
     "b3 h4/2 q300 k300 d128 bf16 packed window(9,inf)": "hopper[128x128 s2 q1 pingpong dynamic g8]",
     "b2 h4/2 q300 k300 d192/128 bf16 alibi sink": "hopper[128x128 s2 q1 pingpong static]",
+    "b2 h4/2 q300 k304 d128 bf16 causal bias(hqk)": "hopper[128x128 s2 q1 pingpong dynamic g8]",
+    "b2 h4/2 q300 k304 d64 fp16 mask(bk)": "hopper[128x64 s2 q1 static]",
     "b2 h4/2 q30 k30 d64 fp16 causal": "q_outer[64x64 w4 s2]",
     "b2 h4/2 q30 k30 d64 fp16 causal mod(everything)": "q_outer[64x64 w4 s2]",
 }
@@ -102,7 +104,7 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
 
     # What each launch hands over for the last tensors, as the driver sees it.
     memory = torch.zeros(10_000, dtype=torch.int32)
-    tensors = (*given[2][:3], out, lse, *given[2][3 : 5 if problem.plain else 7 if "hopper" in plan_text else None])
+    tensors = (*given[2][:3], out, lse, *given[2][3 : 5 if problem.plain else 9 if "hopper" in plan_text else None])
     if "hopper" in plan_text:
         *before, first, second = hopper_forward.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
         launches, order = forward._again._launches(memory, *tensors)
@@ -256,6 +258,27 @@ def test_too_little_memory_is_replaced(capturing):
     assert not bool(second.any())
     scratch.give_back(key, second)
     assert scratch.take(LIKE, 0, 7, 100)[1] is second
+
+
+def test_lasting_memory_of_a_captured_stream_was_cleared_before_and_is_nobody_elses(capturing, monkeypatch):
+    monkeypatch.setattr(scratch, "_reserves", {})
+    scratch.give_back(*scratch.take(LIKE, 0, 7, 100, lasting=True))
+    reserve, used = scratch._reserves[0]
+    assert used == 0
+    capturing(True)
+    pieces = [scratch.take(LIKE, 0, 7, 100, lasting=True) for _ in range(2)]
+    for key, piece in pieces:
+        assert key is None, "what a graph has is kept for no other call"
+        assert piece.untyped_storage().data_ptr() == reserve.untyped_storage().data_ptr()
+        assert piece.data_ptr() % 256 == reserve.data_ptr() % 256
+    assert pieces[1][1].data_ptr() >= pieces[0][1].data_ptr() + 400
+    _, much = scratch.take(LIKE, 0, 7, scratch.RESERVE, lasting=True)
+    assert much.untyped_storage().data_ptr() != reserve.untyped_storage().data_ptr(), "more than the reserve has left"
+    scratch.take(LIKE, 0, 7, scratch.RESERVE // 2, lasting=True)
+    capturing(False)
+    scratch.take(LIKE, 0, 7, 100, lasting=True)
+    assert scratch._reserves[0][0] is not reserve, "a reserve half of which is gone is followed by another"
+    assert any(reserve is spent for spent in scratch._spent), "graphs have pieces of it"
 
 
 def test_memory_of_a_captured_stream_or_of_many_streams_is_not_kept(capturing):

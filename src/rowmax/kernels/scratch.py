@@ -53,12 +53,15 @@ def give_back(key, memory: torch.Tensor) -> None:
 
 def _fill(like: torch.Tensor, device_index: int) -> None:
     """A reserve for captures to come, a new one when half of it was given out."""
-    memory, used = _reserves.get(device_index, (None, 0))
-    if memory is None or used > RESERVE // 2:
-        memory = like.new_zeros(RESERVE, dtype=torch.int32)
+    before = _reserves.get(device_index)
+    if before is not None and before[1] <= RESERVE // 2:
+        return
+    if before is not None:
+        _spent.append(before[0])
+    memory = like.new_zeros(RESERVE, dtype=torch.int32)
+    if memory.is_cuda:
         torch.cuda.current_stream(device_index).synchronize()  # a graph may be replayed on another stream
-        _spent.append(_reserves.get(device_index))
-        _reserves[device_index] = memory, 0
+    _reserves[device_index] = memory, 0
 
 
 def _reserved(device_index: int, size: int) -> Optional[torch.Tensor]:
