@@ -5,6 +5,7 @@
     python benchmarks/decode.py --sweep                tiles of the split-KV kernel, rowmax alone: `decode_sweep.py`;
                                                        --sweep --short: few of them
     python benchmarks/decode.py --only 0,3 --json decode.json; --rest: without the eight shapes
+    python benchmarks/decode.py --clean                over an L2 whose lines need not be written back: `timing.samples_ms`
 
 Every result is checked against the definition before it is timed, and nothing is printed for one that is wrong. Bytes are those
 that must be read and written: q, keys and values of the sequences' lengths, output.
@@ -273,7 +274,9 @@ def time_rows(text: str, calls: dict[str, Callable], moved: int, device: torch.d
         with torch.no_grad(), torch.cuda.graph(graph):
             call()
         graphs[name] = graph
-    times, _ = timing.samples_ms({name: graph.replay for name, graph in graphs.items()}, device, options.seconds)
+    times, _ = timing.samples_ms(
+        {name: graph.replay for name, graph in graphs.items()}, device, options.seconds, clean=options.clean
+    )
     rows: list[dict] = []
     shown: dict[str, int] = {}
     print(text)
@@ -282,6 +285,7 @@ def time_rows(text: str, calls: dict[str, Callable], moved: int, device: torch.d
         host = None if options.sweep else _host_us(calls[name])
         row = {"problem": text, "who": name, "replay_us": round(microseconds, 2), "gb_per_s": round(moved / microseconds / 1e3)}
         row |= {"host_us": None if host is None else round(host, 1), "bytes": moved}
+        row |= {"l2": "clean"} if options.clean else {}
         rows.append(row)
         kind = name.partition("[")[0]
         shown[kind] = shown.get(kind, 0) + 1
@@ -318,6 +322,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--build", default="", help="used by --sweep: '3/12' compiles one of twelve shares of its kernels")
     parser.add_argument("--top", type=int, default=4, help="how many tiles of each kind a sweep prints; --json has all")
     parser.add_argument("--seconds", type=float, default=0.5, help="for the replays of one shape")
+    parser.add_argument("--clean", action="store_true", help="time over an L2 cache whose lines need not be written back")
     parser.add_argument("--time-limit", type=float, default=80.0, help="begin no shape after this many seconds")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser

@@ -18,23 +18,27 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 100
 
 
 def samples_ms(
-    calls: Calls, device: torch.device, seconds: float, *, spin: bool = False
+    calls: Calls, device: torch.device, seconds: float, *, spin: bool = False, clean: bool = False
 ) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
     """`(times of each call in ms, what each call returned last)`, within about `seconds` for all together.
 
     Args:
         spin: let a GPU spin before each call for so long that the host has queued all of it: the time is the GPU's alone, also
             where the host takes longer to launch than the kernels to run.
+        clean: behind what overwrites a GPU's L2 also read as much. Without it a call evicts lines that have to be written back
+            first: for each byte that it reads another moves, until it has read as much as the L2 holds.
     """
-    return _cuda(calls, seconds, device, spin) if device.type == "cuda" else _cpu(calls, seconds)
+    return _cuda(calls, seconds, device, spin, clean) if device.type == "cuda" else _cpu(calls, seconds)
 
 
-def _cuda(calls: Calls, seconds: float, device: torch.device, spin: bool):
+def _cuda(calls: Calls, seconds: float, device: torch.device, spin: bool, clean: bool):
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def once(call):
         # While the flush runs (60 us and more) the host queues the call behind it: no launch gap is timed.
         flush.zero_()
+        if clean:
+            flush.amax()
         if spin:
             torch.cuda._sleep(SPIN_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
