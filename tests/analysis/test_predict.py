@@ -57,7 +57,7 @@ def test_rows_that_were_held_out():
 
 
 def test_rows_the_constants_were_fitted_to():
-    assert share(NOW, False, 0.15) >= 0.97
+    assert share(NOW, False, 0.15) >= 0.99
     assert share(NOW, False, 0.30) == 1.0
     assert share(BEFORE, False, 0.25) >= 0.98
 
@@ -72,7 +72,7 @@ def test_kernels_by_themselves():
     """As ncu times them. The worst of the older ones are the last kernel of `dense` at 256 dimensions, and the softmax of rows
     of 2k."""
     for held_out, least in ((True, 1.0), (False, 0.94)):
-        assert share(BEFORE, held_out, 0.20, alone=True) == 1.0
+        assert share(BEFORE, held_out, 0.22, alone=True) == 1.0
         assert share(NOW, held_out, 0.15, alone=True) >= least
         assert share(NOW, held_out, 0.20, alone=True) == 1.0
 
@@ -94,7 +94,7 @@ def test_decoding_as_graphs_are_replayed():
     assert (len(dense), len(pages)) == (129, 144)
     assert max(dense) <= 0.15
     assert sum(error <= 0.10 for error in dense) >= 0.95 * len(dense)
-    assert sum(error <= 0.15 for error in pages) >= 0.89 * len(pages)
+    assert sum(error <= 0.15 for error in pages) >= 0.88 * len(pages)
     assert sum(error <= 0.25 for error in pages) >= 0.97 * len(pages)
 
 

@@ -49,19 +49,20 @@ class Constants(NamedTuple):
     clock: float = 0.91  # of the boost clock, that kernels run at: 1.80 GHz, by ncu's count of cycles
     throttle: float = 0.1  # of it, that is lost to the limit of power where tensor cores are never idle; counted so too
     other_share: float = 0.85  # of fp32 operations of a softmax that do not hide behind its exponentials
-    mask_share: float = 2.9  # as that, of the operations of a mask
-    sync: float = 187.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
+    mask_share: float = 2.59  # as that, of the operations of a mask
+    sync: float = 209.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
     latency: float = 625.0  # of an answer of the cache, under load
     far: float = 741.0  # more, of an answer of HBM
     stream: float = 30.6  # bytes a cycle behind the first answer, of what one block waits for
-    descriptor: float = 2170.0  # until one for TMA is made
-    lookup: float = 418.0  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
-    l2_bytes: float = 50.6  # a cycle and a multiprocessor, out of the cache
+    descriptor: float = 2300.0  # until one for TMA is made
+    lookup: float = 442.0  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
+    l2_bytes: float = 56.7  # a cycle and a multiprocessor, out of the cache, by TMA
+    l2_loads: float = 40.0  # the same, by loads of threads instead of TMA
     memory_join: float = 1.58  # exponent with which HBM and the rest join
-    stream_join: float = 3.0  # the same, of a loop that waits for HBM itself, as in decoding
+    stream_join: float = 3.17  # the same, of a loop that waits for HBM itself, as in decoding
     hopper: float = 0.9  # turns of the Hopper kernel, of `pipes`
     hopper_mask: float = 2.7  # as `mask_share`
-    hopper_edge: float = 620.0  # between two row tiles
+    hopper_edge: float = 820.0  # between two row tiles
     begin: float = 14400.0  # of a persistent block, and the end of the last
     part: float = 96.5  # as `sync`, of a part that a combine kernel joins to those before it
     barrier: float = 20.0  # of all warps of a block, in a turn of `warp_split`: too little to be fitted
@@ -71,7 +72,7 @@ class Constants(NamedTuple):
     backward_edge: float = 10800.0  # before and behind the loop of a block: two tiles are loaded and two stored
     backward_hopper_edge: float = 7000.0  # of a block of the Hopper kernels, which are not persistent
     launch_s: float = 6.04e-06  # seconds between events around an empty kernel
-    next_s: float = 1.26e-06  # seconds for one more behind it
+    next_s: float = 1.19e-06  # seconds for one more behind it
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,8 @@ class _Model:
     def _memory(self, launch: Launch, clock: float) -> tuple[float, float]:
         """Seconds for the bytes from HBM, and for those that come out of the cache."""
         rates = self._rates
-        l2 = launch.l2_bytes / (self._c.l2_bytes * self._sms * clock)
+        rate = self._c.l2_bytes if launch.persistent or launch.descriptors else self._c.l2_loads
+        l2 = launch.l2_bytes / (rate * self._sms * clock)
         return launch.hbm_bytes / (rates.hbm_bytes_per_s * rates.hbm_share), l2
 
     def _clock(self, launch: Launch, cycles: float, without: str) -> float:
