@@ -8,6 +8,7 @@ import pytest
 from rowmax import Device, PagedProblem, Plan, Problem
 from rowmax.analysis.launches import launches
 from rowmax.analysis.launches_decode import shared_out
+from rowmax.analysis.predict import Constants, predict
 from rowmax.device import Rates
 from rowmax.plan.split_kv import SplitTile, least_turns
 
@@ -71,3 +72,12 @@ def test_a_cache_in_8_bits_takes_half_the_shared_memory():
     )
     q = 16 * 128 * 2
     assert 2 * (narrow - q) == wide - q
+
+
+def test_one_launch_saves_a_launch_and_joins_the_parts_all_the_same():
+    problem = Problem.parse("b1 h32/8 q1 k8192 d128 bf16")
+    two, one = (predict(problem, H200, Plan.parse(f"split_kv[16x64 w4 s3 x16{how}]")) for how in ("", " once"))
+    assert [launch.inside for launch in one.launches] == [False, True]
+    assert 16 * one.launches[1].blocks == one.launches[1].turns
+    assert one.terms["launch"] == Constants().launch_s == two.terms["launch"] - Constants().next_s
+    assert two.seconds - 2 * Constants().next_s < one.seconds < two.seconds

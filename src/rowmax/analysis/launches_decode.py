@@ -50,7 +50,7 @@ def split_kv_launches(problem: Problem, device: Device, rates: Rates, tile: Spli
         shared_bytes=shared, registers=registers, threads=block.threads, far=1.0, streams=True,
         own_bytes=real * (dim + dim_v) * float(item), lookups=_lookups(problem, tile), empty=idle,
     )  # fmt: skip
-    if not partial or tile.once:  # what it costs a program to combine in the same launch was not measured
+    if not partial:
         return [decode]
     return [decode, _combine(problem, rates, tile, real, parts, row_tiles, partial, dim_v)]
 
@@ -123,7 +123,7 @@ def _combine(
     problem: Problem, rates: Rates, tile: SplitTile, real: int, parts: int, row_tiles: int, partial: float, dim_v: int
 ) -> Launch:
     """A program a row, or a few. Parts are joined one after another; some are loaded together, from the cache. Where a tile
-    says `once` it is no kernel, but what the last program of a row tile does."""
+    says `once` it is no kernel, but what the last program of a row tile does: counted as such, not measured."""
     once = tile.once
     rows = 1 if real <= 16 and not once else min(1 << (real - 1).bit_length() if once else PIECE, max(WIDE // dim_v, 1))
     warps = tile.warps if once else max(min(rows * dim_v // 512, 4), 1)
