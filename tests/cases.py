@@ -144,6 +144,14 @@ def _cases() -> list[Case]:
         add("masks", f"b1 h4/2 q600 k600 d64 bf16 causal {words}")
         add("masks", f"b2 h8/2 q1000 k1024 d128 bf16 causal {words}", "normal", "spiky", large=True)
         add("masks", f"b2 h8/2 q1000 k1000 d256 fp16 {words}", large=True)
+    add("masks", "b2 h4/2 q70 k90 d72/40 bf16 window(30,9) bias(bqk) sink")
+    # Rows that TMA takes: an even number of keys.
+    more = "causal bias(bhqk)", "bias(hqk,fp32)", "window(200,40) bias(qk)", "causal mask(bk)", "bias(bk) sink", "mask(qk)"
+    for words in more:
+        add("masks", f"b2 h4/2 q777 k900 d64 bf16 {words}", "normal", "probe", large=True)
+        add("masks", f"b2 h4/1 q900 k778 d192/128 fp16 {words}", "normal", "nan(v)", large=True, backward=False)
+        add("masks", f"b3 h4/2 q640 k1040 d128 bf16 {words}", "shift(-120)", "inf(v)", large=True, backward=False)
+    add("masks", "b1 h8/2 q4001 k4100 d96 bf16 causal bias(hqk)", "v_ones", large=True, backward=False)
 
     for dtype in ("bf16", "fp32", "fp64"):
         add("mods", f"b2 h4/2 q20 k33 d16 {dtype} causal mod(everything)")
@@ -252,9 +260,10 @@ def may_refuse(case: Case, backend: str) -> bool:
         return str(case.problem) not in ATEN_RUNS
     backend = backend.partition("[")[0]
     plain = case.problem.plain and case.problem.windowed
-    if backend == "hopper":  # 16 bits; `tests/kernels/test_gluon_plan.py` and `test_gluon_scores.py` pin what it takes
+    if backend == "hopper":  # 16 bits; `tests/kernels/test_gluon_plan.py`, `_scores.py` and `_given.py` pin what it takes
         return (
-            bool(case.problem.pairs or case.problem.dropout or case.problem.score_mod or not case.problem.windowed)
+            bool(case.problem.dropout or case.problem.score_mod or not case.problem.windowed)
+            or _pairs_beside_others(case.problem)
             or case.problem.softcap > 1000
             or case.problem.dtype_name not in ("fp16", "bf16")
             or case.layout in ("odd", "broadcast")
@@ -271,6 +280,13 @@ def may_refuse(case: Case, backend: str) -> bool:
     if backend == "split_kv" and (case.problem.packed or not plain):  # packed keys: in pages (`paged_cases.py`)
         return True
     return backend in ("q_outer", "kv_outer", "dense", "split_kv") and case.problem.dtype_name == "fp64"
+
+
+def _pairs_beside_others(problem: Problem) -> bool:
+    """A bias and a mask, one beside what bends scores, one for all keys, or one whose rows begin anywhere."""
+    letters = (problem.bias or problem.mask).split(",")[0]
+    beside = (problem.bias and problem.mask) or problem.softcap or problem.alibi
+    return problem.pairs and bool(beside or "k" not in letters or problem.len_k % 2)
 
 
 def _odd_dims(problem: Problem) -> bool:

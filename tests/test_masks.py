@@ -247,9 +247,10 @@ def test_problems_with_pairs():
 
 def test_other_backends_say_why_they_pass_such_a_problem_over():
     problem = Problem.parse("b4 h16 q4096 k4096 d128 bf16 causal bias(hqk)")
-    plan = rowmax.plan(problem, rowmax.Device.named("H200"))
-    assert plan.algorithm == "q_outer"
-    assert "no bias" in dict(plan.refusals)["hopper"]
+    for given, direction, reason in ((problem.with_(mask="k"), "forward", "not both"), (problem, "backward", "no bias")):
+        plan = rowmax.plan(given, rowmax.Device.named("H200"), direction=direction)
+        assert plan.algorithm == "q_outer"
+        assert reason in dict(plan.refusals)["hopper"]
     with pytest.raises(Unsupported, match="bias, mask or score_mod"):
         rowmax.plan(problem, rowmax.Device("CPU", "cpu"), prefer="aten")
 

@@ -16,7 +16,7 @@ from rowmax.device import Device
 from rowmax.errors import Unsupported
 from rowmax.mask import pattern, visible_pairs
 from rowmax.plan import plan
-from rowmax.problem import Operands, Problem, aligned
+from rowmax.problem import Operands, Problem, aligned, aligned_pairs
 
 _LIBRARY = torch.library.Library("rowmax", "DEF")
 ON_CPU = ("aten", "tiled", "gathered")  # algorithms that `rowmax.cpu` runs; the others are kernels
@@ -166,8 +166,10 @@ def fake_forward(describe, need_lse, *call):
 
 def _planned(problem, operands, direction, prefer, *more):
     q, k, v = operands[:3]
-    rows_aligned = q.is_cpu or aligned(q, k, v, *more)
-    return plan(problem, Device.of(q), direction=direction, prefer=prefer, aligned=rows_aligned)
+    rows = {"aligned": q.is_cpu or aligned(q, k, v, *more)}
+    if problem.pairs:
+        rows["pairs_aligned"] = q.is_cpu or aligned_pairs(operands.bias, operands.mask)
+    return plan(problem, Device.of(q), direction=direction, prefer=prefer, **rows)
 
 
 def _own_precision():

@@ -56,6 +56,18 @@ def aligned(*tensors: Optional[torch.Tensor]) -> bool:
     return True
 
 
+def aligned_pairs(*tensors: Optional[torch.Tensor]) -> bool:
+    """Do the rows of a bias and a mask start at multiples of 16 bytes, their keys side by side? What is shared may be."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        *outer, step = zip(tensor.shape, tensor.stride(), strict=True)
+        apart = [stride * tensor.element_size() for size, stride in outer if size > 1]
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in apart) or step[1] != 1:
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is known of an attention call without reading its tensors.

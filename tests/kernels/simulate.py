@@ -169,6 +169,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.machine, self.tensor.permute(*order))
 
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.machine, self.tensor.view(dtype).view(*map(int, shape)))
+
     def store(self, value):
         self.machine.unfenced[self.tensor.data_ptr()] = self.machine.local.index
         self.tensor.copy_(value)
@@ -275,7 +278,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     """The names that the kernel's source uses."""
     gl = types.SimpleNamespace(
         constexpr=lambda value: value,
-        **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int8", "exp2", "log2", "abs")},
+        **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int16", "int8", "exp2", "log2", "abs")},
         static_range=range,
         program_id=lambda axis: torch.tensor(program),
         num_programs=lambda axis: programs,
@@ -305,7 +308,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     def allocate(dtype, shape, layout):
         if layout == "barrier":
             return Barriers(machine, shape[0])
-        fill = float("nan") if dtype.is_floating_point else -7
+        fill = float("nan") if dtype.is_floating_point else 77
         return Shared(machine, torch.full([int(size) for size in shape], fill, dtype=dtype))
 
     def atomic_add(pointer, value, sem):
@@ -322,11 +325,14 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         machine.pause()
 
     def tma_load(source, place, barrier, target):
-        target.tensor.fill_(float("nan"))
+        target.tensor.fill_(float("nan") if target.dtype.is_floating_point else 77)
 
         where = [int(x) for x in place]
         if where[-1] * target.tensor.element_size() % 16:  # found on an H200
             raise Wrong(f"a TMA load from {where}: in a row it starts at multiples of 16 bytes, or is an illegal instruction")
+
+        if target.tensor.storage_offset() * target.tensor.element_size() % 128:
+            raise Wrong("a TMA load to shared memory that is no multiple of 128 bytes")
 
         def complete():
             target.tensor.copy_(source.load(where).view(target.tensor.shape))
@@ -389,7 +395,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         wait=wait,
         arrive=arrive,
     )
-    names = ("score", "out", "weight", "row", "column", "axis", "number", "slot")
+    names = ("score", "out", "weight", "row", "column", "axis", "number", "slot", "given", "pair", "last")
     return {
         "gl": gl,
         "tl": gl,

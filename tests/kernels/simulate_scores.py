@@ -23,13 +23,21 @@ def _odd(s, unit, c1, c2, c3, c4):
     return s * ((((c4 * y + c3) * y + c2) * y + c1) * y + unit)
 
 
+def _towards_zero(x, factor, number):
+    """`x + factor number`: what fp32 rounds to infinity, of numbers that are finite, is its largest."""
+    wide = x.double() + factor.double() * np.float32(number)
+    most = torch.finfo(torch.float32).max
+    return torch.where(wide.isinf() | wide.isnan(), wide, wide.clamp(-most, most)).float()
+
+
 NAMES = {
-    **{name: getattr(scores, name).value for name in ("BOUND", "LEAST", "C1", "C2", "C3", "C4")},
+    **{name: getattr(scores, name).value for name in ("BOUND", "LEAST", "C1", "C2", "C3", "C4", "LOG2E", "LARGEST")},
     "any_above": lambda x, bound: (_of_warps(x) > bound).float(),
     "warp_where": lambda wanted, x, other: torch.where(wanted != 0, torch.tensor(other), torch.as_tensor(x)),
     "tanh_where": lambda x, wanted, factor, count: torch.where(wanted != 0, torch.tanh(x * factor) / factor, x),
     "odd": _odd,
     "exp2_of_odd": lambda *given: torch.exp2(_odd(*given[:-1]) - given[-1]),
+    "add_product": _towards_zero,
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
     "as_number": lambda bits: bits.view(torch.float32),
 }
@@ -43,6 +51,7 @@ _OPERATIONS = {
     "mul": lambda a, b: a * b,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
+    "fma.rz": lambda a, b, c: _chopped(np.float64(a) * np.float64(b) + np.float64(c)),
     "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
     "ex2": np.exp2,
     "rcp": lambda a: np.float32(1) / a,
@@ -80,6 +89,12 @@ def ptx(name: str, *arguments, **options) -> list[np.ndarray]:
             registers[f"${constraint}"] = registers[f"${pack + i}"]
     _run(written["code"], registers)
     return np.array([registers[f"${i}"] for i in range(pack)], np.float32)
+
+
+def _chopped(x):
+    """fp64 to fp32, towards zero."""
+    near = np.float32(x)
+    return np.nextafter(near, np.float32(0)) if abs(np.float64(near)) > abs(x) else near
 
 
 def _inputs(constraints, pack: int) -> int:

@@ -28,7 +28,7 @@ def taken(case) -> bool:
 @pytest.mark.parametrize("case", [case for case in cases.CASES if taken(case)], ids=lambda case: case.id)
 def test_a_simulated_case(case, late):
     operands = testing.operands(case.problem, case.kind, layout=case.layout, lengths=case.lengths)
-    (tile,) = plan(case.problem, H200, prefer="hopper").tiles
+    (tile,) = plan(case.problem, H200, prefer="hopper", pairs_aligned=True).tiles
     out, lse, _ = simulate.forward(case.problem, operands, tile, late=late)
     report = testing.check_forward(case.problem, operands, out, lse)
     assert report.ok, str(report)

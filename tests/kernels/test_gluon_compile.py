@@ -30,6 +30,7 @@ BUILDS = {
         *[("d64 bf16 packed", ""), ("d64 fp16 causal scale=-0.1", ""), ("d24/40 bf16 window(9,inf) packed", "")],
         ("d64 bf16 causal", "128x128 s2 q1 pingpong static"),
         ("d64 bf16 packed softcap=30.0 alibi(batch) sink", ""),
+        ("d64 bf16 causal bias(hqk)", ""),
     ],
     "128": [
         *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
@@ -40,12 +41,16 @@ BUILDS = {
             ("d128 bf16 scale=0.0", ""),
             ("d128 bf16 causal softcap=50.0", ""),
             ("d128 bf16 causal alibi", ""),
+            ("d128 bf16 causal bias(hqk)", ""),
+            ("d128 fp16 mask(bhqk) sink", ""),
+            ("d128 bf16 causal bias(bk,fp32)", ""),
         ],
         *[("d128 bf16 causal", "128x128 s2 q2 pingpong dynamic g8"), ("d128 fp16 causal", "64x128 s2 q2 lazy static")],
     ],
     "256": [
         *[("d256 bf16", ""), ("d256 bf16 causal", ""), ("d256 fp16 window(256,9)", ""), ("d256 bf16 causal packed", "")],
         *[("d192/128 bf16 causal", ""), ("d192/128 bf16", ""), ("d192 bf16", ""), ("d192/128 fp16 causal packed", "")],
+        *[("d256 bf16 causal bias(hqk)", ""), ("d192/128 bf16 window(256,9) mask(bk)", "")],
         ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"),
     ],
 }
@@ -92,7 +97,8 @@ def test_machine_code(dim, tmp_path):
             assert loop["exponentials"] >= facts["block_n"] // 2, f"P V is awaited before the exponentials: {facts}"
             assert loop["scaled"] >= facts["block_dv"] // 2, f"the accumulator is not scaled between the two products: {facts}"
             assert loop["spills"] == 0, f"registers spill in a loop: {facts}"
-            assert loop["permutes"] == 0, f"P is packed anew: {facts}"
+            unpacked = facts["block_n"] // 4 if re.search(r"bias|mask", facts["problem"]) else 0  # two numbers each
+            assert loop["permutes"] <= unpacked, f"P is packed anew: {facts}"
             assert loop["waits"] == 2, f"other than S, then P V is awaited: {facts}"
 
 
@@ -157,6 +163,17 @@ def read(call) -> dict:
     }
 
 
+def _pairs(problem, spelled: str):
+    import torch
+
+    letters, _, wide = spelled.partition(",")
+    if not letters:
+        return None
+    sizes = zip("bhqk", (problem.batch, problem.heads_q, problem.len_q, problem.len_k), strict=True)
+    kind = torch.bool if spelled == problem.mask else torch.float32 if wide else problem.dtype
+    return torch.empty([size if letter in letters else 1 for letter, size in sizes], dtype=kind)
+
+
 def main(*builds: str) -> None:
     import torch
 
@@ -179,11 +196,13 @@ def main(*builds: str) -> None:
         out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
         slopes = torch.empty((problem.batch, problem.heads_q)[problem.alibi == "head" :]) if problem.alibi else None
         sink = torch.empty(problem.heads_q) if problem.sink else None
-        calls = hopper_forward.hopper_calls(problem, Operands(q, k, v, cu, cu, slopes, sink), tile, out, lse)
+        pairs = (_pairs(problem, spelled) for spelled in (problem.bias, problem.mask))
+        calls = hopper_forward.hopper_calls(problem, Operands(q, k, v, cu, cu, slopes, sink, *pairs), tile, out, lse)
         for name, call in zip(("forward", "guard"), calls[-2:], strict=True):
-            if name == "guard" and (problem.packed, problem.plain) in guards:  # one is as the other
+            kind = problem.packed, problem.plain, problem.bias != "", problem.mask != ""
+            if name == "guard" and kind in guards:  # one is as the other
                 continue
-            guards |= {(problem.packed, problem.plain)} if name == "guard" else set()
+            guards |= {kind} if name == "guard" else set()
             said = {
                 "kernel": name,
                 "problem": text,

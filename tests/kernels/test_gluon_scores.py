@@ -198,8 +198,6 @@ def test_the_plan_takes_hopper_for_bent_scores():
     for text in ("softcap=50.0", "alibi", "alibi(batch) sink", "softcap=30.0 sink", "packed softcap=50.0"):
         assert chosen(f"bf16 causal {text}").algorithm == "hopper"
     for text, reason in (
-        ("bf16 bias(hqk)", "no bias"),
-        ("bf16 mask(bk)", "no mask"),
         ("bf16 dropout=0.1", "no dropout"),
         ("bf16 softcap=100000.0", "range of fp32"),
         ("fp32 softcap=50.0", "fp16 and bf16"),

@@ -10,16 +10,19 @@ import torch
 import triton
 
 from rowmax.kernels import scratch
-from rowmax.kernels.launch import Call, _bounded, _cap, _launch, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.launch import Call, _bounded, _cap, _given, _launch, _padded, _programs, _row_tiles, _strides
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
-from rowmax.plan.hopper import HopperTile, cap_factor, out_columns, padded_dims
+from rowmax.plan.hopper import HopperTile, cap_factor, given_bytes, given_stages, out_columns, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
 GUARDED_FLAGS = 16  # of 64 rows each that a program of the guard kernel looks at: it computes suspect ones after one another
 EARLY = not triton.knobs.runtime.interpret  # the guard kernel is launched while the forward runs, and waits for it
+GIVEN_AT = 15  # of the forward's tensors
+ALIGNED = 16  # elements, of any type a multiple of 16 bytes
+TMA_BYTES = 128  # of shared memory: it writes to multiples of this
 SMS = 132  # of an H100 or H200, where no device is at hand to ask
 
 
@@ -36,7 +39,9 @@ class Again:
     def __init__(self, calls: tuple[Call, ...], builds: list, device_index: int):
         *_, forward, _ = calls
         *self._order, self._forward, self._guard = builds  # the first is there for packed sequences only
-        self._sources = self._forward.descriptors(tuple(source for source in forward.tensors[:6] if source is not None))
+        sources = (*forward.tensors[:6], forward.tensors[GIVEN_AT])
+        self._sources = self._forward.descriptors(tuple(source for source in sources if source is not None))
+        self._is_given = forward.tensors[GIVEN_AT] is not None
         self._dynamic = forward.tensors[9] is not None
         self._size = scratch.FLAGS_AT + forward.tensors[8].numel()
         self._numbers = [call.numbers for call in calls]
@@ -63,10 +68,10 @@ class Again:
         return run
 
     def _launches(
-        self, memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sink=None, *_
+        self, memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sink=None, bias=None, mask=None, *_
     ) -> tuple[list, Optional[torch.Tensor]]:
         """Launchers with their arguments, and memory that lasts until they have run."""
-        scores = [None if t is None else t.data_ptr() for t in (slopes, sink)]
+        slopes, sink, bias, mask = (None if t is None else t.data_ptr() for t in (slopes, sink, bias, mask))
         counter, order, order_address = memory.data_ptr(), None, None
         if self._order:
             order = q.new_empty(2 * cu_seqlens_q.numel() - 1, dtype=torch.int32)
@@ -74,15 +79,16 @@ class Again:
         q, k, v, out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse = None if lse is None else lse.data_ptr()
         flags = counter + 4 * scratch.FLAGS_AT
-        sources = self._sources
+        *sources, given_source = self._sources if self._is_given else (*self._sources, None)
         rest = (None, None) if len(sources) == 4 else (*sources[4][q], *sources[5][k])
+        given = (None,) if given_source is None else given_source[mask if bias is None else bias]
         *first, numbers, guard_numbers = self._numbers
         forward = (
             *(*sources[0][q], *sources[1][k], *sources[2][v], *sources[3][out], *rest, out if self._order else None),
             *(lse, flags, counter if self._dynamic else None, cu_seqlens_q, cu_seqlens_k, order_address),
-            *(*scores, *numbers),
+            *(slopes, sink, *given, *numbers),
         )
-        guard = (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, *scores, *guard_numbers)
+        guard = (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, slopes, sink, bias, mask, *guard_numbers)
         launches = [(self._forward, forward), (self._guard, guard)]
         if self._order:
             launches.insert(0, (self._order[0], (cu_seqlens_q, cu_seqlens_k, order_address, *first[0])))
@@ -120,10 +126,14 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
     banded, skips = _hidden(problem, tile)
     prescale, cap = _scored(problem)
+    kind, rows, own_b, own_h = _given_build(problem, operands)
+    apart = max(TMA_BYTES // (rows * tile.block_n * given_bytes(problem)), 1)
     build = Build(
         *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv, block_o),
         *(banded, skips, prescale, cap is not None),
         *(alibi_of(problem), problem.sink, problem.alibi == "batch"),
+        kind,
+        *(rows, own_b, own_h, given_stages(problem, tile), apart),
         *(tile.stages, tile.q_stages, tile.consumers),
         *(tile.pingpong, tile.lazy),
         tile.schedule,
@@ -134,18 +144,19 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         *(_heads_together(problem, tile), total),
         *(problem.len_q, problem.len_k, build),
     )
-    scores = operands.slopes, operands.sink
+    scores, pairs = (operands.slopes, operands.sink), _given(problem, operands)
     tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k, order)
-    tensors = (*tensors, *scores)
+    tensors = (*tensors, *scores, _given_descriptor(problem, operands, tile))
     forward = Call(hopper_kernel, min(sms, total), tensors, numbers, tile)
 
     numbers = (
-        *(_strides(q), _strides(k), _strides(v), _strides(out), problem.scale * LOG2E, _cap(problem)),
+        *(_strides(q), _strides(k), _strides(v), _strides(out), *pairs[3:5]),
+        *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, flag_tiles, flags, problem.len_q, problem.len_k),
         *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v)),
         *(CONSUMER_ROWS, GUARDED_FLAGS, EARLY, problem.alibi == "batch"),
     )
-    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k, *scores)
+    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k, *scores, *pairs[:2])
     guard = Call(guard_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(GUARDED_FLAGS, 1, 4, 1), EARLY)
     return *first, forward, guard
 
@@ -155,6 +166,8 @@ def _scored(problem: Problem) -> tuple[bool, Optional[float]]:
 
     A scale behind the maximum must be positive; slopes are divided by it, and powers of the factor must not overflow.
     """
+    if problem.bias:  # it has no unit but that of log2
+        return True, None
     if not problem.softcap:
         return problem.scale <= 0 or (problem.alibi != "" and problem.scale < 1e-6), None
     return cap_factor(problem)
@@ -184,7 +197,8 @@ def _hidden(problem: Problem, tile: HopperTile) -> tuple[bool, bool]:
         return True, False
     starts = [(i * tile.block_m + shift) % tile.block_n for i in range(tile.block_n // CONSUMER_ROWS)]
     most = max((start + tile.block_m - 1) // tile.block_n - (start + CONSUMER_ROWS - 1) // tile.block_n for start in starts)
-    return (False, most > 0) if most < tile.stages else (True, False)
+    # What is given for pairs is fetched for every key tile: none is skipped.
+    return (False, most > 0) if most < (1 if problem.pairs else tile.stages) else (True, False)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
@@ -199,6 +213,40 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
         shape, strides = (1, *shape), (tensor.shape[0] * strides[0], *strides)
     layout = tile_layout(rows, columns, bfloat16 if tensor.dtype == torch.bfloat16 else float16)
     return TensorDescriptor(tensor, shape, strides, [1, rows, 1, columns], layout)
+
+
+def _given_build(problem: Problem, operands: Operands) -> tuple[str, int, int, int]:
+    """For a `Build`: bias or mask, and what has its own. A dimension of stride 0 is taken as one of size 1."""
+    if not problem.pairs:
+        return "", 1, 0, 0
+    name, tensor = ("bias", operands.bias) if problem.bias else ("mask", operands.mask)
+    own_b, own_h, own_q, _ = _own(tensor)
+    return name, CONSUMER_ROWS if own_q else 1, int(own_b), int(own_h)
+
+
+def _own(tensor) -> list[bool]:
+    return [size > 1 and stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
+def _given_descriptor(problem: Problem, operands: Operands, tile: HopperTile) -> Any:
+    """TMA's view of a bias or of a mask `[B|1, H|1, Q|1, K]`: boxes of a consumer's rows, or of one where queries share it."""
+    if not problem.pairs:
+        return None
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from rowmax.kernels.gluon.layouts import given_layout
+
+    bias, mask = _given(problem, operands)[:2]
+    tensor = mask if bias is None else bias
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.uint8: gl.uint8}
+    own = _own(tensor)
+    shape = [size if has else 1 for size, has in zip(tensor.shape, own, strict=True)]
+    # Where the size is 1 a stride is not added to anything, but it has to be one that TMA takes.
+    strides = [stride if has else ALIGNED for stride, has in zip(tensor.stride(), own, strict=True)]
+    rows = CONSUMER_ROWS if own[2] else 1
+    layout = given_layout(rows, tile.block_n, kinds[tensor.dtype])
+    return TensorDescriptor(tensor, (*shape[:3], tensor.shape[3]), (*strides[:3], 1), [1, 1, rows, tile.block_n], layout)
 
 
 def _heads_together(problem: Problem, tile: HopperTile) -> int:

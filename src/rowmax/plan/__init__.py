@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.paged import PagedProblem
-from rowmax.plan import cpu, generations, hopper, log, portable, resources, split_kv, tuned, warp_split
+from rowmax.plan import cpu, generations, hopper, latent, log, portable, resources, split_kv, tuned, warp_split
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -21,11 +21,12 @@ Direction = Literal["forward", "backward"]
 
 # Name -> the module that decides for it, in order of preference.
 CANDIDATES: dict[str, Any] = {
-    **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED, "split_kv": split_kv, "hopper": hopper},
+    **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED},
+    **{"latent": latent, "split_kv": split_kv, "hopper": hopper},
     **{"q_outer": portable, "kv_outer": generations.KV_OUTER, "dense": generations.DENSE, "warp_split": warp_split.WARP_SPLIT},
 }
-BACKWARD_OF = dict.fromkeys(("split_kv", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
-PAGED = ("gathered", "split_kv")  # those that read pages
+BACKWARD_OF = dict.fromkeys(("latent", "split_kv", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
+PAGED = ("gathered", "latent", "split_kv")  # those that read pages
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Plan:
         first, *others = match[2].split(",")
         parse: Any = {
             "hopper": hopper.HopperTile.parse,
+            "latent": split_kv.SplitTile.parse,
             "split_kv": split_kv.SplitTile.parse,
             "warp_split": warp_split.WarpTile.parse,
         }
@@ -82,14 +84,24 @@ class _Wanted(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "", aligned: bool = True) -> Plan:
+def plan(
+    problem: Problem,
+    device: Device,
+    *,
+    direction: Direction = "forward",
+    prefer: str = "",
+    aligned: bool = True,
+    pairs_aligned: Optional[bool] = None,
+) -> Plan:
     """The plan for one direction of `problem` on `device`: the tuned one if there is one (`tuned.py`), or by the tables.
 
     Args:
         prefer: "" for the best candidate; an algorithm's name; or a whole plan's spelling, whose tiles are then used as they
             are, or refused: the first for the forward, the others, where there are any, for the backward (see `Plan.tiles`).
             With either nothing tuned is taken.
-        aligned: rows of every tensor start at multiples of 16 bytes, as TMA descriptors require.
+        aligned: rows of every tensor start at multiples of 16 bytes, as TMA descriptors require; in latent attention over
+            pages the values are the first columns of the keys, too.
+        pairs_aligned: so do those of a bias and a mask; None: as those of contiguous ones would.
 
     Raises:
         ProblemError: `prefer` is no spelling of a plan.
@@ -100,22 +112,30 @@ def plan(problem: Problem, device: Device, *, direction: Direction = "forward", 
         try:
             tiles = Plan.parse(f"{entry.algorithm}[{', '.join(entry.tiles)}]").tiles
             wanted = _Wanted(entry.algorithm, tiles, entry.reason(device), "was tuned for this problem")
-            return log.told(problem, device, direction, _choose(problem, device, direction, aligned, wanted))
+            return log.told(problem, device, direction, _choose(problem, device, direction, (aligned, pairs_aligned), wanted))
         except ValueError as error:
             why_not = str(error)
         except Unsupported as error:
             why_not = error.refusals.get(entry.algorithm, str(error))
-    chosen = by_table(problem, device, direction=direction, prefer=prefer, aligned=aligned)
+    given = {"aligned": aligned, "pairs_aligned": pairs_aligned}
+    chosen = by_table(problem, device, direction=direction, prefer=prefer, **given)  # type: ignore[arg-type]
     chosen = replace(chosen, refusals=(*chosen.refusals, ("tuned", why_not))) if why_not else chosen
     return log.told(problem, device, direction, chosen)
 
 
 def by_table(
-    problem: Problem, device: Device, *, direction: Direction = "forward", prefer: str = "", aligned: bool = True
+    problem: Problem,
+    device: Device,
+    *,
+    direction: Direction = "forward",
+    prefer: str = "",
+    aligned: bool = True,
+    pairs_aligned: Optional[bool] = None,
 ) -> Plan:
     """As `plan`, though nothing were tuned."""
+    rows = aligned, pairs_aligned
     if not prefer:
-        return _choose(problem, device, direction, aligned)
+        return _choose(problem, device, direction, rows)
     wanted = Plan.parse(prefer)
     forward = direction == "forward"
     backward = _backward_of(wanted, problem, device, aligned)
@@ -123,7 +143,7 @@ def by_table(
     tiles, behind = wanted.tiles[:1] if forward else wanted.tiles[1:], len(wanted.tiles[1:])
     if behind and (reason := resources.miscount("backward", backward, behind)):  # in the forward, before it is too late
         raise Unsupported(f"'{prefer}': behind the tile of the forward are those of the backward", {wanted.algorithm: reason})
-    chosen = _choose(problem, device, direction, aligned, _Wanted(algorithm, tiles, "tiles as asked for", "was asked for"))
+    chosen = _choose(problem, device, direction, rows, _Wanted(algorithm, tiles, "tiles as asked for", "was asked for"))
     if algorithm != wanted.algorithm:
         reason = f"{wanted.algorithm} has no backward here, its gradients are {algorithm}'s; {chosen.reason}"
         chosen = replace(chosen, reason=reason)
@@ -145,8 +165,11 @@ def forget() -> None:
     plan.cache_clear()
 
 
-def _choose(problem: Problem, device: Device, direction: Direction, aligned: bool, wanted: Optional[_Wanted] = None) -> Plan:
-    """The wanted algorithm, or the best; with the wanted tiles, or its own where none are."""
+def _choose(
+    problem: Problem, device: Device, direction: Direction, rows: tuple[bool, Optional[bool]], wanted: Optional[_Wanted] = None
+) -> Plan:
+    """The wanted algorithm, or the best; with the wanted tiles, or its own where none are. `rows`: aligned, pairs_aligned."""
+    aligned, pairs_aligned = rows
     if wanted and wanted.algorithm not in CANDIDATES:
         raise Unsupported(f"no algorithm '{wanted.algorithm}'; known are {', '.join(CANDIDATES)}")
     refusals = {}
@@ -159,9 +182,12 @@ def _choose(problem: Problem, device: Device, direction: Direction, aligned: boo
         if not reason and not wanted:
             reason = generations.BY_NAME.get(name)
         if not reason and name == "hopper":
-            reason = hopper.UNALIGNED if not aligned else None if wanted else hopper.passes_over(problem)
+            reason = hopper.UNALIGNED if not aligned else hopper.unaligned_pairs(problem, pairs_aligned)
+            reason = reason or (None if wanted else hopper.passes_over(problem))
         if not reason and name == "warp_split" and not aligned:
             reason = "cp.async takes rows that start at multiples of 16 bytes, and no broadcast tensors"
+        if not reason and name == "latent":
+            reason = latent.NOT_SHARED if not aligned else None if wanted else latent.passes_over(problem)
         if not reason and name == "split_kv" and not wanted:
             reason = split_kv.passes_over(problem)
         if not reason and wanted and wanted.tiles:

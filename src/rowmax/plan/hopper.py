@@ -35,7 +35,7 @@ _SPELLING = re.compile(
 # A word of theirs -> the kind.
 BACKWARD_TILES: dict[str, Any] = {hopper_backward.MARK: HopperBackwardTile, hopper_wide.MARK: HopperWideTile}
 _CAP_FACTORS = 2.0**-11, 2.0**11
-_MORE = ("bias", "mask", "dropout", "score_mod")  # fields of a problem
+_MORE = ("dropout", "score_mod")  # fields of a problem
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
 
@@ -104,6 +104,14 @@ _TABLE = {
     # Causal, groups of 64 MB without pingpong: as good at 16k keys, 2% less at 2k, 12% at 512.
     256: ("128x64 s2 q1 lazy static", "128x64 s2 q1 pingpong lazy dynamic g32", "751 / 728"),
 }
+# Beside a bias or a mask, of up to 16 bits, and of 32: its tiles take the room of the second Q, and with three consumers there
+# are no registers for it. One that all queries share is a line: but for those registers tiles are as without it.
+_TABLE_PAIRS = {
+    64: ("128x128 s3 q2 pingpong lazy dynamic g16", "128x128 s2 q2 pingpong lazy dynamic g16"),
+    128: ("128x128 s2 q1 pingpong lazy dynamic g8", "128x64 s3 q1 pingpong lazy dynamic g8"),
+    192: ("128x64 s3 q1 pingpong lazy dynamic g16", "128x64 s2 q1 pingpong lazy dynamic g16"),
+    256: ("128x32 s3 q1 pingpong lazy dynamic g32", "128x32 s2 q1 pingpong lazy dynamic g32"),
+}
 # Up to this many keys, a causal mask leaves too little of a row tile of 192: with 512 keys 253 instead of 215.
 _SHORT, _SHORT_64 = 1024, "128x128 s4 q2 pingpong lazy dynamic g16"
 
@@ -124,7 +132,9 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs compute capability 9.0; {device.name} has {device.capability[0]}.{device.capability[1]}"
     more = [word for word in _MORE if getattr(problem, word, None)]
     if more:
-        return f"computes soft-caps, ALiBi and sink logits, but no {' and no '.join(more)}"
+        return f"computes soft-caps, ALiBi, sink logits, a bias or a mask, but no {' and no '.join(more)}"
+    if problem.pairs and (reason := _refuses_pairs(problem, direction)):
+        return reason
     if problem.softcap and not _CAP_FACTORS[0] <= cap_factor(problem)[1] <= _CAP_FACTORS[1]:
         return f"takes soft-caps whose polynomial is in the range of fp32, up to about 1000; {problem.softcap:g} is not"
     if problem.dtype not in (torch.float16, torch.bfloat16):
@@ -143,6 +153,48 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     if problem.alibi and backward_of(problem) is hopper_wide:
         return f"its backward computes ALiBi up to {hopper_backward.LARGEST} dimensions only"
     return backward_of(problem).refuses(problem)
+
+
+def _refuses_pairs(problem: Problem, direction: str) -> Optional[str]:
+    names = [word for word in ("bias", "mask") if getattr(problem, word)]
+    if direction == "backward":
+        return f"its backward computes no {' and no '.join(names)}"
+    if len(names) > 1:
+        return "takes a bias or a mask, not both"
+    (name,) = names
+    if problem.softcap or problem.alibi:
+        return f"computes a {name} beside neither a soft-cap nor ALiBi"
+    if "k" not in _pairs_of(problem):
+        return f"takes a {name} whose last dimension is that of the keys; this one has a number for all of them"
+    return None
+
+
+def _pairs_of(problem: Problem) -> str:
+    """Letters of what a bias or a mask is given for."""
+    return (problem.bias or problem.mask).split(",")[0]
+
+
+def unaligned_pairs(problem: Problem, aligned: Optional[bool]) -> Optional[str]:
+    """Why TMA does not take the rows of a bias or a mask. `aligned`: they are; None: they are contiguous."""
+    if aligned is None:
+        aligned = _pairs_of(problem) in ("", "k") or problem.len_k * given_bytes(problem) % 16 == 0
+    if aligned or not problem.pairs:
+        return None
+    name, least = "bias" if problem.bias else "mask", 16 // given_bytes(problem)
+    return (
+        f"TMA takes a {name} whose rows start at multiples of 16 bytes and whose keys are neighbours: allocate rows of a "
+        f"multiple of {least} numbers, and pass a slice of the first {problem.len_k}"
+    )
+
+
+def given_bytes(problem: Problem) -> int:
+    """Of one number of a bias or a mask."""
+    return (4 if "," in problem.bias else 2) if problem.bias else 1
+
+
+def given_stages(problem: Problem, tile: HopperTile) -> int:
+    """Tiles of a bias or a mask in flight for each consumer: two where there is room."""
+    return 2 if _shared_bytes(problem, tile, out_columns(problem, tile), 2) <= SHARED_BYTES else 1
 
 
 def cap_factor(problem: Problem) -> tuple[bool, float]:
@@ -191,13 +243,18 @@ def out_columns(problem: Problem, tile: HopperTile) -> int:
 
 def shared_bytes(problem: Problem, tile: HopperTile) -> int:
     """Shared memory of a block, but for the barriers' few hundred bytes, which `BARRIERS` covers."""
-    return _shared_bytes(problem, tile, out_columns(problem, tile))
+    return _shared_bytes(problem, tile, out_columns(problem, tile), given_stages(problem, tile))
 
 
-def _shared_bytes(problem: Problem, tile: HopperTile, columns: int) -> int:
+def _shared_bytes(problem: Problem, tile: HopperTile, columns: int, given: int = 1) -> int:
+    """`columns` of O; `given`: tiles of a bias or a mask."""
     first, second, dim_v = padded_dims(problem)
     keys = tile.stages * tile.block_n * (first + second + dim_v)
-    return 2 * (tile.q_stages * tile.block_m * (first + second) + keys + tile.block_m * columns) + BARRIERS
+    pairs = 0
+    if problem.pairs:
+        rows = tile.block_m if "q" in _pairs_of(problem) else tile.consumers
+        pairs = given * max(rows * tile.block_n * given_bytes(problem), tile.consumers * 128)
+    return 2 * (tile.q_stages * tile.block_m * (first + second) + keys + tile.block_m * columns) + pairs + BARRIERS
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
@@ -208,6 +265,11 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     size = max(first + second, block_dv)
     *tiles_of_row, reached = next(row for largest, row in _TABLE.items() if size <= largest)
     causal = problem.band == Band(None, 0)
+    if problem.pairs:
+        line = size > 64 and "q" not in _pairs_of(problem)
+        beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
+        tile = HopperTile.parse(tiles_of_row[causal] if line else beside["," in problem.bias])
+        return (tile,), f"beside a {'bias' if problem.bias else 'mask'}, not measured"
     if causal and size == 64 and problem.len_k <= _SHORT and not problem.packed:
         return (HopperTile.parse(_SHORT_64),), "few keys leave too little of a row tile of 192"
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal" if reached else "as for d128, not measured"

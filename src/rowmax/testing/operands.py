@@ -94,7 +94,10 @@ def _scores(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]
 
 
 def _pairs(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]:
-    """`(bias, mask)`: normal numbers, amid NaN, one key hidden by -inf; seven of ten pairs, one query without any."""
+    """`(bias, mask)`: normal numbers, amid NaN, one key hidden by -inf; seven of ten pairs, one query without any.
+
+    With an odd number of keys the rows of a mask begin anywhere; with an even one there are gaps in front of multiples of 16.
+    """
     sizes = dict(zip("bhqk", (problem.batch, problem.heads_q, problem.len_q, problem.len_k), strict=True))
 
     def shape(letters: str) -> list[int]:
@@ -106,13 +109,23 @@ def _pairs(problem: Problem, generator, device) -> list[Optional[torch.Tensor]]:
         bias = torch.randn(shape(letters), generator=generator)
         if "k" in letters and problem.len_k > 1:
             bias[..., problem.len_k // 3] = -torch.inf
-        bias = carve(bias.to(torch.float32 if wide else problem.dtype).to(device))
+        keys = bias.shape[3]
+        bias = carve(_with_gaps(bias, torch.nan).to(torch.float32 if wide else problem.dtype).to(device))[..., :keys]
     if problem.mask:
         shown = torch.rand(shape(problem.mask), generator=generator) < 0.7
         if "q" in problem.mask and problem.len_q > 1:
             shown[:, :, problem.len_q // 2] = False
-        mask = torch.ones((*shown.shape[:3], shown.shape[3] + 1), dtype=torch.bool)[..., :-1].copy_(shown).to(device)
+        mask = _with_gaps(shown, True).to(device)[..., : shown.shape[3]]
     return [bias, mask]
+
+
+def _with_gaps(pairs: torch.Tensor, filler) -> torch.Tensor:
+    """Behind each row as many fillers as are missing to a multiple of 16, 16 if none are; odd rows get one."""
+    if pairs.shape[3] == 1:
+        return pairs
+    keys = pairs.shape[3]
+    more = 1 if keys % 2 else 16 - keys % 16
+    return torch.cat([pairs, pairs.new_full((*pairs.shape[:3], more), filler)], 3)
 
 
 def _parse_kind(kind: str) -> tuple[str, str]:

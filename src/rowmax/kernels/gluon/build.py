@@ -27,6 +27,10 @@ class Build:
         PRESCALE: see the portable kernel.
         CAP, SINK: there is a soft-cap, a sink. ALIBI: "", "behind" where no visible key lies ahead of its query, or "around".
         PER_SEQUENCE: slopes are [B, H].
+        GIVEN: "bias" or "mask" where a number is read for every pair of a query and a key, or "".
+        GIVEN_ROWS: ROWS, or 1 where all queries share them. GIVEN_BATCH, GIVEN_HEAD: 1 where each sequence, each head has its
+            own, 0 where they share them. GIVEN_STAGES: tiles of them in flight for each consumer. GIVEN_APART: so many tiles
+            from one buffer to the next, as TMA writes to multiples of 128 bytes.
         STAGES, Q_STAGES: K/V tiles and Q tiles in flight.
         LAZY: a maximum that grows by less than 2^8 stays, so that most turns leave the accumulator as it is.
         SCHEDULE: "static", block i takes tiles i, i + blocks, ...; "dynamic", the next one when free.
@@ -49,6 +53,12 @@ class Build:
     ALIBI: str
     SINK: bool
     PER_SEQUENCE: bool
+    GIVEN: str
+    GIVEN_ROWS: int
+    GIVEN_BATCH: int
+    GIVEN_HEAD: int
+    GIVEN_STAGES: int
+    GIVEN_APART: int
     STAGES: int
     Q_STAGES: int
     CONSUMERS: int

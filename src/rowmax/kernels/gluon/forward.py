@@ -75,7 +75,7 @@ from rowmax.kernels.gluon.ring import (
     wait_full,
     wait_told,
 )
-from rowmax.kernels.gluon.scores import add_slopes, cap_scores, capped_tile, with_sink
+from rowmax.kernels.gluon.scores import LARGEST, add_slopes, cap_scores, capped_tile, take_given, with_sink
 from rowmax.kernels.gluon.softmax import capped_step, finish, online_step, thread_sum
 from rowmax.kernels.tile_ops import end_key, first_key
 
@@ -99,7 +99,7 @@ def _mask(s, row, col, len_k, shift, band, hidden):
 @gluon.jit
 def _scores(q_buffers, q_index, buffers, turn, BUILD: gl.constexpr):
     """Q K^T of a key tile, issued but not awaited."""
-    _q_buffers, k_buffers, _v_buffers, _o_buffers, q2_buffers, k2_buffers = buffers
+    _q_buffers, k_buffers, _v_buffers, _o_buffers, q2_buffers, k2_buffers, _given_buffers = buffers
     i = buffer_of(turn, BUILD.STAGES)
     q = q_buffers.index(q_index).reshape([ROWS, BUILD.BLOCK_D])
     k = k_buffers.index(i).reshape([BUILD.BLOCK_N, BUILD.BLOCK_D])
@@ -130,12 +130,16 @@ def _place(slots, round, key_tile, work, CONSUMER: gl.constexpr, BUILD: gl.const
 
 @gluon.jit
 def _softmax(
-    s, m, l, slots, round, key_tile, full, work, band, scale_log2, cap, v_buffers,
+    s, m, l, slots, round, key_tile, turn, full, work, band, scale_log2, cap, buffers, rings,
     FIRST: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """`(p, m, l, alpha)`, p as the first factor of P V. `full`: key tiles from one to below the other need no mask."""
+    _q_buffers, _k_buffers, v_buffers, _o_buffers, _q2_buffers, _k2_buffers, given_buffers = buffers
+    _q_ring, _k_ring, _v_ring, given_ring = rings
     if BUILD.PRESCALE:
         s = s * scale_log2
+    if BUILD.GIVEN != "":  # behind the last tile nobody sends any
+        s = take_given(s, given_ring, given_buffers, turn, key_tile >= 0, CONSUMER, BUILD)
     if BUILD.CAP:
         if BUILD.BANDED or FIRST:  # what is hidden has no say in how the cap is computed
             first, end = full
@@ -163,9 +167,8 @@ def _softmax(
             s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY
         )
     else:
-        p, m, l, alpha = online_step(
-            s, m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY
-        )
+        EMPTY: gl.constexpr = FIRST or BUILD.BANDED or BUILD.GIVEN != ""
+        p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST, EMPTY, BUILD.LAZY)
     return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
 
@@ -174,7 +177,7 @@ def _skip(slots, round, turns, turn, work, rings, CONSUMER: gl.constexpr, BUILD:
     """How many key tiles at the begin are hidden from all rows of this consumer; they are given back unused."""
     skipped = turns * 0
     if BUILD.SKIPS:
-        _q_ring, k_ring, v_ring = rings
+        _q_ring, k_ring, v_ring, _given_ring = rings
         _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
         last = told(slots, round, SLOTS, ROW) + (CONSUMER + 1) * ROWS - 1 + len_k - len_q
         skipped = gl.maximum(turns - 1 - gl.maximum(last, 0) // BUILD.BLOCK_N, 0)
@@ -192,8 +195,8 @@ def _skip(slots, round, turns, turn, work, rings, CONSUMER: gl.constexpr, BUILD:
 @gluon.jit
 def _products(acc, p, alpha, round, turn, v_turn, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
     """`(s, acc)`: Q K^T of the key tile of `turn`, then P V of that of `v_turn`, both issued and not awaited."""
-    q_buffers, _k_buffers, v_buffers, _o_buffers, _q2_buffers, _k2_buffers = buffers
-    _q_ring, _k_ring, v_ring = rings
+    q_buffers, _k_buffers, v_buffers, _o_buffers, _q2_buffers, _k2_buffers, _given_buffers = buffers
+    _q_ring, _k_ring, v_ring, _given_ring = rings
     if BUILD.PINGPONG:
         take_turn(CONSUMER)
     s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
@@ -219,6 +222,8 @@ def _close(m, l, slots, round, scale_log2, work, out, CONSUMER: gl.constexpr, BU
     m = gl.convert_layout(m, row_layout(out_layout(BUILD.BLOCK_DV)))
     l = gl.convert_layout(gl.sum(l, 1), row_layout(out_layout(BUILD.BLOCK_DV)))
     top = m
+    if BUILD.GIVEN == "bias":  # as far as `triton/given.py` lets one go
+        m = gl.maximum(gl.minimum(m, LARGEST), -LARGEST)
     if BUILD.ALIBI == "behind" or BUILD.SINK:
         if not (BUILD.PRESCALE or BUILD.CAP):
             m = m * scale_log2
@@ -304,9 +309,9 @@ def _consumer(
     The last product of one tile is issued together with the first of the next, whose softmax runs meanwhile. Behind the last
     tile, that next one is made of what lies in the buffers, and nobody looks at it: a branch would cost more.
     """
-    q_buffers, _k_buffers, v_buffers, o_buffers, _q2_buffers, _k2_buffers = buffers
-    _q_source, _k_source, _v_source, o_source, _q2_source, _k2_source = sources
-    q_ring, k_ring, v_ring = rings
+    q_buffers, _k_buffers, _v_buffers, o_buffers, _q2_buffers, _k2_buffers, _given_buffers = buffers
+    _q_source, _k_source, _v_source, o_source, _q2_source, _k2_source, _given_source = sources
+    q_ring, k_ring, v_ring, _given_ring = rings
     if BUILD.PINGPONG:
         begin_turns(CONSUMER, BUILD.CONSUMERS)
     round = gl.program_id(0) * 0
@@ -329,7 +334,7 @@ def _consumer(
         full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
         left = turns - 1 - done
         p, m, l, alpha = _softmax(
-            s, m, m, slots, round, left, full, work, band, scale_log2, cap, v_buffers, True, CONSUMER, BUILD
+            s, m, m, slots, round, left, turn, full, work, band, scale_log2, cap, buffers, rings, True, CONSUMER, BUILD
         )
         turn += 1
         wait_full(k_ring, turn, BUILD.STAGES, left > 0)
@@ -344,8 +349,9 @@ def _consumer(
                     if j + 1 == turns:
                         release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round, turns - 1 - j, full, work, band, scale_log2, cap, v_buffers, False, CONSUMER, BUILD
-                )
+                    s, m, l, slots, round, turns - 1 - j, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    False, CONSUMER, BUILD,
+                )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, j + 1 < turns)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 release(v_ring, turn - 1, BUILD.STAGES)
@@ -374,8 +380,9 @@ def _consumer(
                 release(v_ring, v_turn, BUILD.STAGES)
                 _store(acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER, BUILD)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, cap, v_buffers, True, CONSUMER, BUILD
-                )
+                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    True, CONSUMER, BUILD,
+                )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
             else:
                 s = warpgroup_mma_wait(1, deps=[s])
@@ -383,8 +390,9 @@ def _consumer(
                 old_m = m
                 old_l = l
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, full, work, band, scale_log2, cap, v_buffers, True, CONSUMER, BUILD
-                )
+                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    True, CONSUMER, BUILD,
+                )  # fmt: skip
                 inverse, far = _close(old_m, old_l, slots, round, scale_log2, work, out, CONSUMER, BUILD)
                 wait_full(k_ring, turn + 1, BUILD.STAGES, (left > 0) & (done == 0))
                 acc = warpgroup_mma_wait(0, deps=[acc])
@@ -409,6 +417,7 @@ def forward_kernel(
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     order_ptr,  # int32 [2 batch + 1] from `order.py`; None: dense
     slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
+    given_source,  # descriptor of a bias or of a mask in bytes, [B|1, H|1, Q|1, K]; None: there is neither
     scale_log2, cap, band, batch, heads, tiles, members, total, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
@@ -434,6 +443,15 @@ def forward_kernel(
     q_ring = open_ring(BUILD.Q_STAGES * BUILD.CONSUMERS, 1)
     k_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
     v_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
+    given_buffers = q_buffers
+    given_ring = q_ring
+    if BUILD.GIVEN != "":
+        given_tiles: gl.constexpr = BUILD.GIVEN_STAGES * BUILD.CONSUMERS * BUILD.GIVEN_APART
+        given_shape: gl.constexpr = [given_tiles, 1, 1, BUILD.GIVEN_ROWS, BUILD.BLOCK_N]
+        given_buffers = gl.allocate_shared_memory(given_source.dtype, given_shape, given_source.layout)
+        given_ring = open_ring(BUILD.GIVEN_STAGES * BUILD.CONSUMERS, 1)
+    else:
+        given_source = q_source
     # None inside a tuple does not reach the warps: what is not used is some pointer instead.
     if not BUILD.PACKED:
         o_ptr = suspect_ptr
@@ -455,9 +473,9 @@ def forward_kernel(
     fence_async_shared()
     work = (cu_seqlens_q, cu_seqlens_k, order_ptr, batch, heads, tiles, members, len_q, len_k)
     out = (o_ptr, lse_ptr, suspect_ptr)
-    sources = (q_source, k_source, v_source, o_source, q2_source, k2_source)
-    buffers = (q_buffers, k_buffers, v_buffers, o_buffers, q2_buffers, k2_buffers)
-    rings = (q_ring, k_ring, v_ring)
+    sources = (q_source, k_source, v_source, o_source, q2_source, k2_source, given_source)
+    buffers = (q_buffers, k_buffers, v_buffers, o_buffers, q2_buffers, k2_buffers, given_buffers)
+    rings = (q_ring, k_ring, v_ring, given_ring)
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     if BUILD.CONSUMERS == 1:
         gl.warp_specialize([

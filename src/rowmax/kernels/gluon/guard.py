@@ -8,6 +8,7 @@ import triton.language as tl
 
 from rowmax.kernels.address import head_base, locate, slopes_base
 from rowmax.kernels.triton.forward import LOG2E, _store_guarded
+from rowmax.kernels.triton.given import pair_base
 
 
 @triton.jit
@@ -17,7 +18,9 @@ def guard_kernel(
     suspect_ptr,  # int32 [total], 0 or 1; 0 afterwards
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
+    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
+    bias_strides, mask_strides,  # (batch, head, query, key)
     scale_log2, cap, band, batch, heads, tiles, total, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr, PER_SEQUENCE: tl.constexpr,
@@ -50,5 +53,7 @@ def guard_kernel(
                     row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale_log2,
                     cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
                     None if sink_ptr is None else tl.load(sink_ptr + head) * LOG2E,
-                    None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
+                    None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
+                    None, head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip

@@ -59,6 +59,26 @@ def tile_layout(rows, columns, dtype):
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], dtype)
 
 
+@gluon.constexpr_function
+def given_layout(rows, columns, dtype):
+    """`[1, 1, rows, columns]` of what is given for pairs in shared memory: too little to be swizzled where queries share it."""
+    if rows == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=dtype.primitive_bitwidth, rank=4)
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
+
+
+@gluon.constexpr_function
+def pair_layout(layout):
+    """A number for every two neighbours of a row, of a tile `[rows, columns / 2, 2]`."""
+    return gl.SliceLayout(2, layout)
+
+
+@gluon.constexpr_function
+def last_layout(layout):
+    """Those neighbours: 0 and 1."""
+    return gl.SliceLayout(0, gl.SliceLayout(1, layout))
+
+
 # ---- backward --------------------------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,14 @@ def _hexadecimal(number) -> str:
 
 
 @_core.builtin
+def add_product(x, factor, number, _semantic=None, _generator=None):
+    """`x + factor number`, rounded towards zero: it becomes infinite only where one of them is."""
+    code = f"fma.rz.f32 $0, $2, {_hexadecimal(number)}, $1;"
+    options = {"dtype": gl.float32, "is_pure": True, "pack": 1, "_semantic": _semantic}
+    return gl.inline_asm_elementwise(code, "=f,f,f", [x, factor], **options)
+
+
+@_core.builtin
 def as_bits(x, _semantic=None, _generator=None):
     """The 32 bits of a number, as an integer."""
     return x.to(gl.int32, bitcast=True, _semantic=_semantic)

@@ -7,7 +7,7 @@ from rowmax.kernels.address import extent
 from rowmax.kernels.gluon.build import BATCH, BEGIN_K, BEGIN_Q, HEAD, ROW, ROWS, SLOTS, START
 from rowmax.kernels.gluon.layouts import number_layout
 from rowmax.kernels.gluon.names import as_bits
-from rowmax.kernels.gluon.ring import fill, publish, told
+from rowmax.kernels.gluon.ring import fill, fill_given, publish, told
 from rowmax.kernels.tile_ops import key_ranges
 
 # ---- where the work lies ---------------------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ def producer(work, bent, band, total, counter, sources, buffers, rings, slots, B
     The next tile is taken as late as its first loads allow, with two key tiles of this one to go: a tile taken early is one
     that a block which comes to its end before cannot have. To locate it takes longer than to compute a key tile.
     """
-    q_source, k_source, v_source, _o_source, q2_source, k2_source = sources
-    q_buffers, k_buffers, v_buffers, _o_buffers, q2_buffers, k2_buffers = buffers
-    q_ring, k_ring, v_ring = rings
+    q_source, k_source, v_source, _o_source, q2_source, k2_source, given_source = sources
+    q_buffers, k_buffers, v_buffers, _o_buffers, q2_buffers, k2_buffers, given_buffers = buffers
+    q_ring, k_ring, v_ring, given_ring = rings
     q_parts = (q_buffers, q_source, q2_buffers, q2_source)
     k_parts = (k_buffers, k_source, k2_buffers, k2_source)
     v_parts = (v_buffers, v_source, v_buffers, v_source)
@@ -147,6 +147,15 @@ def producer(work, bent, band, total, counter, sources, buffers, rings, slots, B
         for j in range(turns):
             col = first + (turns - 1 - j) * BUILD.BLOCK_N
             fill(k_ring, k_parts, b, col, group, turn, BUILD.STAGES, 0, 1, SECOND)
+            if BUILD.GIVEN != "":
+                row = told(slots, round, SLOTS, ROW)
+                for c in gl.static_range(BUILD.CONSUMERS):
+                    own = row + c * ROWS if BUILD.GIVEN_ROWS > 1 else 0
+                    place = (b * BUILD.GIVEN_BATCH, head * BUILD.GIVEN_HEAD, own, col)
+                    fill_given(
+                        given_ring, (given_buffers, given_source), place, turn,
+                        BUILD.GIVEN_STAGES, c, BUILD.CONSUMERS, BUILD.GIVEN_APART,
+                    )  # fmt: skip
             fill(v_ring, v_parts, b, col, group, turn, BUILD.STAGES, 0, 1, 0)
             turn += 1
             if j == gl.maximum(turns - 2, 0):

@@ -61,6 +61,20 @@ def fill(
 
 
 @gluon.jit
+def fill_given(
+    ring, tile, place, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr, MEMBERS: gl.constexpr, APART: gl.constexpr
+):  # fmt: skip
+    """Producer: as `fill`, a tile of what is given for pairs. `tile`: buffers and source; `place`: (b, head, row, column)."""
+    full, empty = ring
+    buffers, source = tile
+    b, head, row, col = place
+    i = buffer_of(turn, STAGES, MEMBER, MEMBERS)
+    mbarrier.wait(empty.index(i), phase_of(turn, STAGES) ^ 1)
+    mbarrier.expect(full.index(i), source.block_type.nbytes)
+    tma_load(source, [b, head, row, col], full.index(i), buffers.index(i * APART))
+
+
+@gluon.jit
 def wait_full(ring, turn, STAGES: gl.constexpr, wanted=True, MEMBER: gl.constexpr = 0, MEMBERS: gl.constexpr = 1):
     full, _ = ring
     mbarrier.wait(full.index(buffer_of(turn, STAGES, MEMBER, MEMBERS)), phase_of(turn, STAGES), pred=wanted)
