@@ -130,6 +130,21 @@ def test_bytes_and_verdicts_are_those_of_the_hardware():
     assert (second["drawn_agree"], second["drawn_nearly"], second["drawn_of"]) == (34, 35, 35)
 
 
+def test_shares_are_those_of_the_hardware():
+    """Of the kernels that were drawn with seed 5, which the model was refined with."""
+    rows = json.loads((RESULTS / "counters" / "h200-2026-11-30-second.json").read_text())["rows"]
+    drawn = [row for row in rows if not row["bytes_asked"]]
+    off: dict[str, list[float]] = {name: [] for name in VERDICTS}
+    for row in drawn:
+        said = predict(Problem.parse(row["problem"]), H200, Plan.parse(row["plan"])).shares
+        for name in VERDICTS:
+            off[name].append(abs(said[name] - row["shares"][name]))
+    assert len(drawn) == 35
+    assert max(off["tensor"] + off["non-matmul"]) <= 0.05
+    assert max(off["HBM"] + off["parallelism"]) <= 0.11
+    assert all(sum(found) / len(found) <= 0.02 for found in off.values())
+
+
 def test_generations_side_by_side():
     """FlashAttention-2 against 1, and rows against columns: asked for is that the model is off by at most 25%."""
     generations = benchmark("generations")

@@ -83,6 +83,7 @@ class Launch(NamedTuple):
         backward: it computes gradients.
         joins: a turn is no product, but joins a partial result to those before it.
         inside: no kernel of its own, but what the last blocks of the one before do.
+        written: of `hbm_bytes`, those that are written; the cache keeps some of them after the end.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Launch(NamedTuple):
     ahead: bool = False
     joins: bool = False
     inside: bool = False
+    written: float = 0.0
 
     @property
     def blocks(self) -> int:
@@ -137,6 +139,7 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     builders: dict[str, Any] = {
         "q_outer": _q_outer,
         "hopper": _hopper,
+        "latent": decode.split_kv_launches,  # the same parts; what its blocks hold is not modelled
         "split_kv": decode.split_kv_launches,
         "kv_outer": older.kv_outer,
         "dense": older.dense,
@@ -175,6 +178,11 @@ def row_tasks(lengths: Lengths, heads: int, block_m: int, block_n: int, band: An
             turns = -(-keys // block_n)
             found.append((heads, turns + before, min(-(-masked // block_n), turns) + before))
     return found
+
+
+def _output(problem: Problem, lengths: Lengths) -> float:
+    """Bytes of O."""
+    return float(sum(queries for queries, _ in lengths) * problem.heads_q * problem.dim_v * _element(problem))
 
 
 def _element(problem: Problem) -> int:
@@ -257,7 +265,8 @@ def _q_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths
         Launch("forward", tuple(tasks), turn, at_once, hbm, l2, tile.stages, shared_bytes=block.shared_bytes,
                registers=block.registers, threads=block.threads, far=far,
                own_bytes=tile.block_m * (dim + dim_v) * float(_element(problem)), lookups=_lookups(problem),
-               descriptors=2 * tile.descriptors, empty=_empty(problem, lengths, tile.block_m))
+               descriptors=2 * tile.descriptors, empty=_empty(problem, lengths, tile.block_m),
+               written=_output(problem, lengths))
     ]  # fmt: skip
 
 
@@ -306,6 +315,7 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, le
         128 * (tile.consumers + 1), slower=2720 / 2330 if branches and tile.consumers == 3 else 1.0,
         lookups=3 + problem.batch // 128 if problem.packed else 0, far=far,
         own_bytes=tile.block_m * (first + second + dim_v) * float(_element(problem)), ahead=tile.q_stages > 1,
+        written=_output(problem, lengths),
     )  # fmt: skip
     flags = problem.len_q // hopper.ROWS + problem.batch if problem.packed else -(-problem.len_q // hopper.ROWS) * problem.batch
     flags *= problem.heads_q

@@ -7,7 +7,7 @@ Called by `launches.launches`. Which tiles a plan takes, and why, is in `plan/sp
 """
 
 from rowmax.analysis.cost import keys_seen
-from rowmax.analysis.launches import Launch, Lengths, Turn, _counted, _element, _seen_width, _streams, _turn
+from rowmax.analysis.launches import Launch, Lengths, Turn, _counted, _element, _output, _seen_width, _streams, _turn
 from rowmax.analysis.occupancy import Block, blocks_at_once
 from rowmax.device import Device, Rates
 from rowmax.paged import PagedProblem
@@ -49,6 +49,7 @@ def split_kv_launches(problem: Problem, device: Device, rates: Rates, tile: Spli
         "decode", tuple(tasks), turn, at_once, own + head * len(lengths) * problem.heads_k + partial, kv + partial, tile.stages,
         shared_bytes=shared, registers=registers, threads=block.threads, far=1.0, streams=True,
         own_bytes=real * (dim + dim_v) * float(item), lookups=_lookups(problem, tile), empty=idle,
+        written=partial or _output(problem, lengths),
     )  # fmt: skip
     if not partial:
         return [decode]
