@@ -72,6 +72,76 @@ def gradients_of_biases_and_behind_dropout_repeat_bitwise():
 
 
 @check
+def hopper_takes_biases_and_masks():
+    """An odd number of keys in rows with gaps, other tensors in the same launch, broadcasts by stride 0; ten runs are equal."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+
+    def with_gaps(t):
+        rows = t.new_ones((*t.shape[:3], -(-t.shape[3] // 16) * 16))[..., : t.shape[3]]
+        return rows.copy_(t)
+
+    for words in ("causal bias(bhqk)", "bias(hqk,fp32)", "mask(bhqk)", "causal bias(bk)", "window(99,20) mask(qk)"):
+        problem = Problem.parse(f"b2 h8/2 q701 k1001 d128 bf16 {words}")
+        for seed in range(3):
+            operands = testing.operands(problem, seed=seed, device="cuda")
+            name = "bias" if problem.bias else "mask"
+            given = with_gaps(getattr(operands, name))
+            for pairs in (given, given[:1, :1].expand(given.shape)):
+                operands = operands._replace(**{name: pairs})
+                out, lse = testing.attend(problem, operands, plan="hopper")
+                report = testing.check_forward(problem, operands, out, lse)
+                assert report.ok, f"{words}, {list(pairs.stride())}: {report}"
+        for _ in range(10):
+            for one, other in zip((out, lse), testing.attend(problem, operands, plan="hopper"), strict=True):
+                assert torch.equal(one, other), words
+
+
+@check
+def the_lowest_bias_is_a_number_in_the_hopper_forward():
+    """Rows of nothing else are ties of what -inf does not hide, and the LSE is that of the portable kernel, by bits."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    for words in ("causal bias(hqk)", "bias(bqk,fp32)", "bias(bk)"):
+        problem = Problem.parse(f"b2 h4/2 q500 k512 d128 bf16 {words}")
+        operands = testing.operands(problem, device="cuda")
+        operands.bias.fill_(torch.finfo(operands.bias.dtype).min)[..., ::3] = -torch.inf
+        (out, lse), (want, want_lse) = (testing.attend(problem, operands, plan=name) for name in ("hopper", "q_outer"))
+        assert torch.equal(lse, want_lse), words
+        torch.testing.assert_close(out, want, rtol=2**-7, atol=2**-8)
+        operands.bias.fill_(-torch.inf)
+        out, lse = testing.attend(problem, operands, plan="hopper")
+        assert not bool(out.any()), words
+        assert bool((lse == -torch.inf).all()), words
+
+
+@check
+def a_prepared_call_reads_what_its_bias_holds():
+    """Written in place, a bias or mask counts in the next call, and in a replayed graph."""
+    for words in ("bias(hqk)", "mask(bqk)"):
+        problem = Problem.parse(f"b2 h8/2 q512 k512 d128 bf16 causal {words}")
+        operands = testing.operands(problem, device="cuda")
+        name = "bias" if problem.bias else "mask"
+        pairs = getattr(operands, name).contiguous()
+        operands = operands._replace(**{name: pairs})
+
+        def step(operands=operands, name=name):
+            return rowmax.attention(*operands[:3], causal=True, **{name: getattr(operands, name)})
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        for seed in (1, 2):
+            pairs.copy_(getattr(testing.operands(problem, seed=seed), name))
+            graph.replay()
+            assert torch.equal(out, step()), words
+            report = testing.check_forward(problem, operands, out, None)
+            assert report.ok, f"{words}: {report}"
+
+
+@check
 def padding_by_lengths_on_a_gpu():
     """Both sides, against one row of the batch after the other; and what is hostile is clamped."""
     q, k, v = (torch.randn(3, 333, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))

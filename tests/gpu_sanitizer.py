@@ -30,6 +30,8 @@ CALLS = (
     ("b1 h2 q400 k390 d128 bf16 window(100,17)", "hopper"),
     ("b3 h4/2 q1300 k1250 d128 fp16 packed causal", "hopper"),
     ("b1 h2 q400 k411 d256 bf16 causal", "hopper"),
+    ("b1 h2/1 q400 k410 d128 bf16 causal bias(hqk)", "hopper"),
+    ("b2 h2 q400 k410 d64 fp16 mask(bk)", "hopper"),
     ("b2 h8/2 q1 k777 d128 bf16 causal", "split_kv"),
     ("b1 h1 q70 k90 d64 bf16 causal", "kv_outer"),
     ("b1 h1 q70 k90 d64 bf16", "dense"),
