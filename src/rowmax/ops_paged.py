@@ -15,6 +15,7 @@ from rowmax.errors import ProblemError
 from rowmax.ops import MOST, ON_CPU, PLAIN, _own_precision, kernels
 from rowmax.paged import AppendOperands, PagedOperands, PagedProblem, check_append
 from rowmax.plan import plan
+from rowmax.problem import aligned
 
 _LIBRARY = torch.library.Library("rowmax", "FRAGMENT")
 _launches: dict = {}  # form of a call -> its launch
@@ -54,11 +55,20 @@ def plan_paged(*call):
         raise ProblemError(f"num_splits must be at least 1, or None for the plan's own; got {num_splits} for '{problem}'.")
     if num_splits is not None and invariant:
         raise ProblemError("batch_invariant fixes the parts that keys are shared out in; leave num_splits out.")
-    chosen = plan(problem, Device.of(operands.q), prefer=prefer)
+    rows = {"aligned": _for_latent(problem, operands)}
+    chosen = plan(problem, Device.of(operands.q), prefer=prefer, **rows)
     if num_splits is not None and chosen.algorithm not in ON_CPU:  # the CPU has one way
         tile = replace(chosen.tiles[0], parts=num_splits, together=False)
-        chosen = plan(problem, Device.of(operands.q), prefer=f"{chosen.algorithm}[{tile}]")
+        chosen = plan(problem, Device.of(operands.q), prefer=f"{chosen.algorithm}[{tile}]", **rows)
     return problem, operands, chosen
+
+
+def _for_latent(problem: PagedProblem, operands: PagedOperands) -> bool:
+    """Are tensors of latent attention aligned, with values that are the first columns of the keys? True of all other calls."""
+    q, k, v, *_ = operands
+    if problem.dim_v == problem.dim_qk or q.is_cpu:
+        return True
+    return aligned(q, k) and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
 
 
 def _check_out(problem: PagedProblem, q, out) -> None:

@@ -16,8 +16,9 @@ import torch
 PROBLEMS = {  # launches of a call
     "b3 h32/8 q1 k4096 d128 bf16 causal paged16": 2,
     "b3 h8/2 q40 k64 d64 fp16 causal packed paged16": 1,
+    "b3 h64/1 q1 k4096 d576/512 bf16 causal paged64": 3,  # by `latent`
 }
-LENGTHS = {"b3 h32": [(1, 4000), (1, 17), (1, 0)], "b3 h8/": [(20, 60), (1, 17), (9, 9)]}
+LENGTHS = {"b3 h32": [(1, 4000), (1, 17), (1, 0)], "b3 h8/": [(20, 60), (1, 17), (9, 9)], "b3 h64": [(1, 4000), (1, 7), (1, 0)]}
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="Triton's launchers need a C compiler, and so does the driver here")
@@ -55,14 +56,16 @@ def launched(fake, text: str) -> dict:
 
     import rowmax
     from rowmax import Device, PagedProblem, ops_paged
-    from rowmax.kernels import decode_launch, launch
+    from rowmax.kernels import decode_launch, latent_launch, launch
     from rowmax.testing import paged
 
     problem, planned = PagedProblem.parse(text), []
-    ops_paged.plan = lambda problem, device, prefer=None: planned.append(1) or rowmax.plan(problem, Device.named("H200"))
+    latent = problem.dim_qk == 576
+    prefer = "latent" if latent else ""
+    ops_paged.plan = lambda *call, **_: planned.append(1) or rowmax.plan(call[0], Device.named("H200"), prefer=prefer)
     ops_paged._launches.clear()
     ops_paged.kernels = lambda: launch
-    given = [paged.paged_operands(problem, LENGTHS[text[:6]], seed=seed)[0] for seed in range(4)]
+    given = [paged.paged_operands(problem, LENGTHS[text[:6]], seed=seed, shared=latent)[0] for seed in range(4)]
     counts, kept_out = [], torch.empty(ops_paged.shapes_of(problem, given[0].q)[0], dtype=problem.dtype)
 
     def count(call):
@@ -86,13 +89,19 @@ def launched(fake, text: str) -> dict:
     q, k, v, *rest = map(launch._address, one)
     results = (out.data_ptr(), None, launch._address(parts))
     direct = [(q, k, v, *results, *rest), (*results, *rest[1:3])]
+    if latent:
+        work = torch.empty(latent_launch.programs_of(problem, kept._tile) * latent_launch.FIELDS, dtype=torch.int64)
+        calls = latent_launch.calls(problem, one, kept._tile, out, None, parts, work)
+        launches = kept._again.arguments(work.data_ptr(), *direct[0])
+    else:
+        calls = decode_launch.calls(problem, one, kept._tile, out, None, parts)
+        pairs = zip(kept._again.launches, direct, strict=False)
+        launches = [(launcher, (*mine, *numbers)) for (launcher, numbers), mine in pairs]
     differences = []
-    for call, (launcher, numbers), mine in zip(
-        decode_launch.calls(problem, one, kept._tile, out, None, parts), kept._again.launches, direct, strict=False
-    ):
+    for call, (launcher, mine) in zip(calls, launches, strict=True):
         size = parameters(launcher.compiled.src.signature.values())
         fake.keep(size)
-        launcher.enqueue(0, *mine, *numbers)
+        launcher.enqueue(0, *mine)
         by_hand = [fake.grid, *fake.params(size)]
         launcher._public(*call.tensors, *call.numbers)
         by_triton = [fake.grid, *fake.params(size)]

@@ -50,6 +50,7 @@ FEATURES = {
     "dropout": "bf16 causal dropout=0.1",
     "a function of scores, `score_mod`": "bf16 causal mod(feature)",
     "a paged cache": "bf16 causal paged16",
+    "latent attention, pages of 64": "h128/1 d576/512 bf16 causal paged64",
 }
 BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"
 DEVICES = {"H200": Device.named("H200"), "A100": Device.named("A100"), "CPU": Device("CPU", "cpu")}
@@ -57,7 +58,7 @@ ON_CPU = ("aten", "tiled", "gathered")
 
 
 def problem_of(words: str) -> Problem:
-    base = BASE.rsplit(" ", 1)[0] if re.search(r"\bd\d", words) else BASE
+    base = " ".join(word for word in BASE.split() if not (word[0] in "dh" and re.search(rf"\b{word[0]}\d", words)))
     return (PagedProblem if "paged" in words else Problem).parse(f"{base} {words}")
 
 

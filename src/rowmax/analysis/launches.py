@@ -140,6 +140,7 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
         "q_outer": _q_outer,
         "hopper": _hopper,
         "latent": decode.split_kv_launches,  # the same parts; what its blocks hold is not modelled
+        "latent": decode.split_kv_launches,  # the same parts; what its blocks hold is not modelled
         "split_kv": decode.split_kv_launches,
         "kv_outer": older.kv_outer,
         "dense": older.dense,

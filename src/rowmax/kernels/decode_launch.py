@@ -212,6 +212,11 @@ class Paged:
         (tile,) = plan.tiles
         assert isinstance(tile, SplitTile)  # `plan` checked it
         self._problem, self._tile = problem, tile
+        self._launch: Any = run
+        if plan.algorithm == "latent":
+            from rowmax.kernels import latent_launch
+
+            self._launch = latent_launch.run
         self._out_shape, self._lse_shape = out_shape, lse_shape
         self._elements = part_elements(problem, tile)
         self._fill = problem.packed  # rows outside every sequence are written by nobody
@@ -236,7 +241,7 @@ class Paged:
             return out, lse
         parts = q.new_empty(self._elements, dtype=torch.float32) if self._elements else None
         if self._again is None or q.device.index != torch.cuda.current_device():
-            self._again = run(self._problem, PagedOperands(*tensors), self._tile, out, lse, parts)
+            self._again = self._launch(self._problem, PagedOperands(*tensors), self._tile, out, lse, parts)
             return out, lse
         self._again(
             *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()),
@@ -261,7 +266,7 @@ class Paged:
             if not self._has_work:
                 return
             if self._again is None or index != torch.cuda.current_device():
-                self._again = run(self._problem, operands, self._tile, out, lse, parts)
+                self._again = self._launch(self._problem, operands, self._tile, out, lse, parts)
             else:
                 self._again(*addresses)
 

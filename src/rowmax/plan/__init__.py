@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.paged import PagedProblem
-from rowmax.plan import cpu, generations, hopper, log, portable, resources, split_kv, tuned, warp_split
+from rowmax.plan import cpu, generations, hopper, latent, log, portable, resources, split_kv, tuned, warp_split
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -21,11 +21,12 @@ Direction = Literal["forward", "backward"]
 
 # Name -> the module that decides for it, in order of preference.
 CANDIDATES: dict[str, Any] = {
-    **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED, "split_kv": split_kv, "hopper": hopper},
+    **{"aten": cpu.ATEN, "tiled": cpu.TILED, "gathered": cpu.GATHERED},
+    **{"latent": latent, "split_kv": split_kv, "hopper": hopper},
     **{"q_outer": portable, "kv_outer": generations.KV_OUTER, "dense": generations.DENSE, "warp_split": warp_split.WARP_SPLIT},
 }
-BACKWARD_OF = dict.fromkeys(("split_kv", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
-PAGED = ("gathered", "split_kv")  # those that read pages
+BACKWARD_OF = dict.fromkeys(("latent", "split_kv", *generations.BY_NAME), "q_outer")  # forward asked for -> backward that runs
+PAGED = ("gathered", "latent", "split_kv")  # those that read pages
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Plan:
         first, *others = match[2].split(",")
         parse: Any = {
             "hopper": hopper.HopperTile.parse,
+            "latent": split_kv.SplitTile.parse,
             "split_kv": split_kv.SplitTile.parse,
             "warp_split": warp_split.WarpTile.parse,
         }
@@ -97,7 +99,8 @@ def plan(
         prefer: "" for the best candidate; an algorithm's name; or a whole plan's spelling, whose tiles are then used as they
             are, or refused: the first for the forward, the others, where there are any, for the backward (see `Plan.tiles`).
             With either nothing tuned is taken.
-        aligned: rows of every tensor start at multiples of 16 bytes, as TMA descriptors require.
+        aligned: rows of every tensor start at multiples of 16 bytes, as TMA descriptors require; in latent attention over
+            pages the values are the first columns of the keys, too.
         pairs_aligned: so do those of a bias and a mask; None: as those of contiguous ones would.
 
     Raises:
@@ -183,6 +186,8 @@ def _choose(
             reason = reason or (None if wanted else hopper.passes_over(problem))
         if not reason and name == "warp_split" and not aligned:
             reason = "cp.async takes rows that start at multiples of 16 bytes, and no broadcast tensors"
+        if not reason and name == "latent":
+            reason = latent.NOT_SHARED if not aligned else None if wanted else latent.passes_over(problem)
         if not reason and name == "split_kv" and not wanted:
             reason = split_kv.passes_over(problem)
         if not reason and wanted and wanted.tiles:

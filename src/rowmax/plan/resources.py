@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 
 from rowmax.device import Device
-from rowmax.plan import hopper, split_kv, warp_split
+from rowmax.plan import hopper, latent, split_kv, warp_split
 from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import HopperTile, padded_dims
 from rowmax.plan.tile import Tile
@@ -27,6 +27,8 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
     """Why these tiles are none that `algorithm` can run the problem with, or None. Says nothing about speed."""
     if found := miscount(direction, algorithm, len(tiles)):
         return found
+    if algorithm == "latent":
+        return latent.misfit(problem, device, tiles[0])
     if algorithm == "split_kv":
         return split_kv.misfit(problem, device, tiles[0])
     if algorithm in ON_CPU:

@@ -33,6 +33,7 @@ def paged_operands(
     heads_first: bool = False,
     ids: torch.dtype = torch.int32,
     page_scales: bool = False,
+    shared: bool = False,
 ) -> tuple[PagedOperands, PagedProblem, Operands]:
     """`(operands of the call, packed problem, operands of the packed problem)`.
 
@@ -42,10 +43,13 @@ def paged_operands(
         heads_first: pages are stored `[page, H, slot, D]`.
         ids: type of the block table and the lengths.
         page_scales: of pages in 8 bits: each has scales of its own.
+        shared: values are the first columns of the keys, as in latent attention.
     """
     queries, keys = (sum(pair[i] for pair in lengths) for i in (0, 1))
     flat: Any = problem.with_(packed=True, len_q=max(queries, problem.len_q if problem.packed else 0), len_k=keys)
     packed = operands(flat, kind, seed=seed, device=device, lengths=lengths)
+    if shared:
+        packed = packed._replace(v=packed.k[..., : problem.dim_v])
     generator = torch.Generator().manual_seed(seed)
     size, columns = problem.page_size, problem.len_k // problem.page_size
     used = [-(-length // size) for _, length in lengths]
@@ -79,6 +83,8 @@ def paged_operands(
         memory[where] = dense[:keys]
         memory = memory.view(len(order), size, *dense.shape[1:])
         pages.append(memory.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else memory)
+    if shared:
+        pages[1] = pages[0][..., : problem.dim_v]
     q = packed.q if problem.packed else packed.q.view(problem.batch, problem.len_q, *packed.q.shape[1:])
     counts = torch.tensor([length for _, length in lengths], dtype=ids, device=device)
     cu = packed.cu_seqlens_q.to(ids) if problem.packed and packed.cu_seqlens_q is not None else None
