@@ -1,12 +1,11 @@
 """The public calls: describe, call the operator, shape the result."""
 
-from collections.abc import Iterable
 from typing import NoReturn, Optional, Union
 
 import torch
 
 from rowmax import ops_masked, ops_scored
-from rowmax.arguments import Beside, Window, band, beside, flags, integer, number
+from rowmax.arguments import Beside, Window, band, beside, check_tensors, flags, integer, number
 from rowmax.eager import Prepared, forward_without_gradient
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.family import refuse
@@ -234,6 +233,7 @@ def prepare(
     if not_taken:
         refuse("prepare", not_taken)
     _check_lengths(cu_seqlens_q, cu_seqlens_k, optional=True)
+    check_tensors(**_named(q, k, v, cu_seqlens_q, cu_seqlens_k))
     numbers = _numbers(q, k, v, max_seqlen_q, max_seqlen_k, causal, window, scale, return_lse, False, plan)
     if isinstance(prefix, torch.Tensor):
         raise Unsupported("prepare takes one prefix for all sequences, an integer: one for each is two calls; call attention.")
@@ -309,18 +309,23 @@ def merge(outs, lses) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _parts(name: str, given, stacked: int) -> list[torch.Tensor]:
     """Of `merge`: a list of tensors, from a sequence or from a tensor of `stacked` dimensions, with the parts in front."""
-    if isinstance(given, torch.Tensor) and given.dim() != stacked:
-        raise ProblemError(
-            f"merge needs {name} as a sequence, a tensor for each part; got one tensor {list(given.shape)}, which may be one "
-            f"part or many. Pass [part, ...], or {name}.unbind(0) if the parts are stacked."
-        )
-    if not isinstance(given, Iterable):
-        raise ProblemError(f"merge needs {name} as a sequence, a tensor for each part; got {type(given).__name__}.")
-    parts = list(given)
+    if isinstance(given, torch.Tensor):
+        check_tensors(**{name: given})
+        if given.dim() != stacked:
+            raise ProblemError(
+                f"merge needs {name} as a sequence, a tensor for each part; got one tensor {list(given.shape)}, which may be "
+                f"one part or many. Pass [part, ...], or {name}.unbind(0) if the parts are stacked."
+            )
+    try:
+        parts = list(given)
+    except TypeError:
+        kind = type(given).__name__
+        raise ProblemError(f"merge needs {name} as a sequence, a tensor for each part; got {kind}.") from None
     for part in parts:
-        if not isinstance(part, torch.Tensor) or not part.is_floating_point():
-            kind = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
-            raise ProblemError(f"merge needs sequences of floating point tensors; got {kind} in {name}.")
+        if not isinstance(part, torch.Tensor) or not part.is_floating_point() or part.dtype.itemsize < 2:
+            kind = str(part.dtype) if isinstance(part, torch.Tensor) else type(part).__name__
+            raise ProblemError(f"merge needs sequences of floating point tensors, of 16 bits or more; got {kind} in {name}.")
+        check_tensors(**{f"a part of {name}": part})
     return parts
 
 
@@ -329,15 +334,19 @@ def _call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, return_lse, 
     if torch._C._is_any_autocast_enabled():
         q, k, v = _as_autocast(q, k, v)
     if scores is not None:
+        check_tensors(**_named(q, k, v, cu_q, cu_k))
         return _call_scored(q, k, v, cu_q, cu_k, numbers, return_lse, scores)
     need_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     dispatched = need_grad or torch.compiler.is_compiling() or in_forward_mode()
+    if dispatched:
+        check_tensors(**_named(q, k, v, cu_q, cu_k))
     forward = FORWARD if dispatched else forward_without_gradient
     out, lse = forward(return_lse or need_grad, q, k, v, cu_q, cu_k, *numbers)
     return (out, lse) if return_lse else out
 
 
 def _call_padded(q, k, v, lengths, causal, window, scale, return_lse, deterministic, plan, scores):
+    check_tensors(q=q, k=k, v=v, **{name: t for name, t in lengths._asdict().items() if isinstance(t, torch.Tensor)})
     _numbers(q, k, v, None, None, causal, window, scale, return_lse, deterministic, plan)
     q, k, v = _as_autocast(q, k, v)
     left, right = band(causal, window)
@@ -382,6 +391,14 @@ def _with_tensors(q, scores: Beside) -> Beside:
         if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ProblemError(f"{name} must be a tensor of floating point numbers, one for each query head; got {kind}.")
+    given = {
+        "alibi_slopes": scores.slopes,
+        "sink": scores.sink,
+        "bias": scores.bias,
+        "mask": scores.mask,
+        "prefix": scores.prefix,
+    }
+    check_tensors(**{name: tensor for name, tensor in given.items() if isinstance(tensor, torch.Tensor)})
     for name, tensor in (("bias", scores.bias), ("mask", scores.mask)):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ProblemError(f"{name} must be a tensor [B|1, H|1, Tq|1, Tk|1] or None; got {type(tensor).__name__}.")
@@ -406,6 +423,8 @@ def _scored(q, k, v, cu_q, cu_k, numbers, scores: Beside, pairs: bool = False) -
 
 def describe(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, deterministic, scores: Optional[Beside]) -> Problem:
     """What a call with these arguments is: for `explain`. Validated as the call is; makes nothing but the seed of dropout."""
+    _check_lengths(cu_q, cu_k, optional=True)
+    check_tensors(**_named(q, k, v, cu_q, cu_k))
     numbers = _numbers(q, k, v, max_q, max_k, causal, window, scale, False, deterministic, None)
     q, k, v = _as_autocast(q, k, v)
     scores = _with_tensors(q, scores or Beside())._replace(seed=0)
@@ -422,17 +441,18 @@ def _seed(seed, device, dropout_p: float) -> Optional[torch.Tensor]:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
     if isinstance(seed, torch.Tensor):
         return seed.reshape(1) if seed.dim() == 0 else seed
-    if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)) or not -(2**63) <= seed < 2**63:
-        raise ProblemError(f"seed must be an integer of 64 bits, an int64 tensor [1] or None; got {seed!r}.")
-    return torch.full((1,), seed, dtype=torch.int64, device=device)  # type: ignore[arg-type]
+    return torch.full((1,), seed if isinstance(seed, torch.SymInt) else int(seed), dtype=torch.int64, device=device)  # type: ignore[arg-type]
+
+
+def _named(q, k, v, cu_q, cu_k) -> dict[str, torch.Tensor]:
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    return {"q": q, "k": k, "v": v, **{name: cu for name, cu in lengths.items() if cu is not None}}
 
 
 def _numbers(q, k, v, max_q, max_k, causal, window, scale, return_lse, deterministic, plan):
     """The operator's arguments behind the tensors. What depends on tensors is checked there."""
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(tensor, torch.Tensor):
-                raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+        check_tensors(q=q, k=k, v=v)
     if not (type(causal) is type(return_lse) is type(deterministic) is bool):
         flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
     left, right = band(causal, window)

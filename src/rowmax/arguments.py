@@ -47,8 +47,10 @@ def beside(
         ProblemError: one of the last five has the wrong type.
     """
     nothing = softcap is slopes is sink is bias is mask is score_mod is sink_tokens is prefix is chunk is None
-    if nothing and type(dropout_p) in (int, float) and not dropout_p:
+    if nothing and seed is None and type(dropout_p) in (int, float) and not dropout_p:
         return None
+    if not (seed is None or isinstance(seed, (torch.Tensor, torch.SymInt)) or _is_seed(seed)):
+        raise ProblemError(f"seed must be an integer of 64 bits, an int64 tensor [1] or None; got {_kind(seed)}")
     dropout_p = 0 if dropout_p is None else number("dropout_p", dropout_p)
     if not (sink_tokens is prefix is chunk is None):
         sink_tokens, prefix, chunk = seen(causal, window, sink_tokens, prefix, chunk) or (None,) * 3
@@ -56,13 +58,42 @@ def beside(
     return None if softcap is slopes is sink is None and given.scored else given
 
 
+def check_tensors(**given) -> None:
+    """Of each: a tensor whose elements have places in memory.
+
+    Raises:
+        ProblemError: it is something else; None is for the caller to leave out.
+    """
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+        if tensor.is_nested:
+            raise ProblemError(
+                f"{name} is a nested tensor, and must be a strided one. Its sequences are packed in {name}.values(), where "
+                f"{name}.offsets() says: pass these to attention_varlen, as {name} and its cu_seqlens."
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            kind = tensor.dtype if tensor.is_quantized else tensor.layout
+            fix = f"{name}.dequantize()" if tensor.is_quantized else f"{name}.to_dense()"
+            raise ProblemError(f"{name} must be a strided tensor; got {kind}. Pass {fix}.")
+
+
 def seen(causal: bool, window: Optional[Window], sink_tokens, prefix, chunk) -> tuple:
     """What a `mask.Pattern` has beside its sides; empty where a window says the same."""
+    each = not isinstance(prefix, torch.Tensor)
     sink_tokens, chunk = integer("sink_tokens", sink_tokens), integer("chunk", chunk)
-    if isinstance(prefix, torch.Tensor):
+    number_of = integer("prefix", prefix) if each else None
+    for name, value, least in (("sink_tokens", sink_tokens, 0), ("prefix", number_of, 0), ("chunk", chunk, 1)):
+        if type(value) is int and value < least:
+            raise ProblemError(f"{name} must be at least {least}, or None for none; got {value}.")
+    if not each:
         return sink_tokens or None, prefix, chunk
     left, right = band(causal, window)
-    return pattern(left, right, sink_tokens, integer("prefix", prefix), chunk)[2:]
+    return pattern(left, right, sink_tokens, number_of, chunk)[2:]
+
+
+def _is_seed(value) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
 
 
 def band(causal: bool, window: Optional[Window]):
@@ -70,6 +101,8 @@ def band(causal: bool, window: Optional[Window]):
     if window is None:
         return (None, 0) if causal else (None, None)
     try:
+        if not isinstance(window, (tuple, list)):
+            raise TypeError
         left, right = window
         left, right = _whole(left), _whole(right)
     except (TypeError, ValueError):
@@ -81,23 +114,46 @@ def band(causal: bool, window: Optional[Window]):
 
 
 def integer(name: str, value) -> Optional[int]:
+    """An integer, numpy's too, cut off where it is larger than any tensor, or None.
+
+    Raises:
+        ProblemError: it is something else.
+    """
     try:
         return _whole(value)
     except TypeError:
         raise ProblemError(f"{name} must be an integer or None; got {_kind(value)}") from None
 
 
+def counted(name: str, value, least: int = 1, most: int = _NO_LIMIT) -> int:
+    """An integer, numpy's too, in a range.
+
+    Raises:
+        ProblemError: it is none, or out of the range.
+    """
+    try:
+        whole = _whole(value)
+    except TypeError:
+        whole = None
+    if whole is None or not least <= whole <= most:
+        limit = f"at least {least}" if most == _NO_LIMIT else f"from {least} to {most}"
+        raise ProblemError(f"{name} must be an integer, {limit}; got {_kind(value)}")
+    return whole
+
+
 def _whole(value):
-    """Integers, numpy's too, and None.
+    """Integers, numpy's too, cut off beyond the length of any tensor; and None.
 
     Raises:
         TypeError: anything else, booleans and tensors among it.
     """
-    if value is None or type(value) is int or isinstance(value, torch.SymInt):
-        return value
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError
-    return int(value)
+    if type(value) is not int:
+        if value is None or isinstance(value, torch.SymInt):
+            return value
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError
+        value = int(value)
+    return value if -_NO_LIMIT <= value <= _NO_LIMIT else -_NO_LIMIT if value < 0 else _NO_LIMIT
 
 
 def number(name: str, value) -> float:

@@ -11,13 +11,15 @@ The host knows which pages belong to whom; keys, values, the block table and the
 from it, and what it has to be told goes there in one small copy a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
 
+from rowmax.arguments import check_tensors, counted, flags
 from rowmax.errors import ProblemError
 from rowmax.family import CACHE_GIVES, refuse
+from rowmax.problem import DTYPE_NAMES
 from rowmax.serving import append_kv, attention_paged, attention_shared
 
 E4M3 = torch.float8_e4m3fn
@@ -72,10 +74,14 @@ class PagedKVCache:
         max_sequences: sequences at a time.
         max_length: tokens of a sequence at most; None: as many as the cache holds.
         """
-        limits = {"pages": pages, "page_size": page_size, "layers": layers, "max_sequences": max_sequences}
-        for name, value in limits.items():
-            if value < 1:
-                raise ProblemError(f"{name} must be at least 1; got {value}.")
+        pages, page_size, layers = counted("pages", pages), counted("page_size", page_size), counted("layers", layers)
+        heads, dim, max_sequences = counted("heads", heads), counted("dim", dim), counted("max_sequences", max_sequences)
+        dim_v = None if dim_v is None else counted("dim_v", dim_v)
+        max_length = None if max_length is None else counted("max_length", max_length)
+        flags(latent=latent)
+        if not isinstance(dtype, torch.dtype) or dtype not in (*DTYPE_NAMES, E4M3):
+            kinds = ", ".join(map(str, (*DTYPE_NAMES, E4M3)))
+            raise ProblemError(f"dtype must be one of {kinds}; got {dtype!r}.")
         dim_v = dim if dim_v is None else dim_v
         if latent and dim_v > dim:
             raise ProblemError(f"latent values are columns of the keys: dim_v must be at most {dim}; got {dim_v}.")
@@ -140,13 +146,15 @@ class PagedKVCache:
 
     def free(self, sequence: int) -> None:
         """End a sequence: pages that nobody shares are free again."""
-        self._release(self._pages.pop(self._known(sequence)))
+        sequence = self._known(sequence)
+        self._release(self._pages.pop(sequence))
         del self._lengths[sequence]
         self._rows.append(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the tokens from `length` on, as when speculated ones were wrong."""
-        if not 0 <= length <= self.length(sequence):
+        length = counted("length", length, 0)
+        if length > self.length(sequence):
             raise ProblemError(f"sequence {sequence} has {self.length(sequence)} tokens; it cannot be cut to {length}.")
         pages = self._pages[sequence]
         kept = -(-length // self.page_size)
@@ -161,11 +169,12 @@ class PagedKVCache:
             CacheFull: too few pages, or a sequence would become too long. Nothing was changed.
             ProblemError: an unknown sequence, or one that is named twice.
         """
-        rows = [self._known(sequence) for sequence in sequences]
-        same = isinstance(tokens, int)
-        counts = [tokens] * len(rows) if isinstance(tokens, int) else list(tokens)
-        if len(set(rows)) != len(rows) or len(counts) != len(rows) or any(count < 0 for count in counts):
-            raise ProblemError(f"extend takes each sequence once, with at least 0 tokens; got {list(sequences)} and {counts}.")
+        rows = self._all_known(sequences)
+        same = not isinstance(tokens, Iterable) or getattr(tokens, "ndim", 1) == 0
+        given = [tokens] * len(rows) if same else tokens
+        counts = [n if type(n) is int and n >= 0 else counted("tokens", n, 0) for n in given]  # type: ignore[union-attr]
+        if len(set(rows)) != len(rows) or len(counts) != len(rows):
+            raise ProblemError(f"extend takes each sequence once, with a number of tokens; got {rows} and {counts}.")
         wanted = 0
         for row, count in zip(rows, counts, strict=True):
             length = self._lengths[row]
@@ -206,8 +215,10 @@ class PagedKVCache:
     ) -> None:
         """Write the new tokens of a step: k `[B, T, H, D]`, or packed `[T, H, D]` where the step has a number for each
         sequence; v alike (None if latent). Other arguments as for `append_kv`."""
+        layer = self._layer(step, layer)
         v_pages = None if self._latent else self.v_pages[layer]
         if self.k_scale is not None:
+            check_tensors(k=k, **({} if v is None else {"v": v}))
             for scale, x in zip(self._scales, (k, v), strict=False):  # one, of a latent cache
                 if x is not None:
                     _set_scales(scale[layer], x, step, self.page_size)
@@ -229,25 +240,27 @@ class PagedKVCache:
         """`attention_paged` of the new tokens' queries, laid out as in `append`, over all tokens of their sequences; with its
         other arguments, but for those that the step has (`cu_seqlens_q`, `max_seqlen_q`)."""
         _leave_to_the_step(options)
+        layer = self._layer(step, layer)
         tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k)
         options = {**self._scales_of(layer), **options}
         return attention_paged(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
 
     def shared_pages(self, sequences: Sequence[int]) -> int:
         """How many full pages all of these begin with: for `attend_shared`. 0 of a single sequence."""
-        if len(sequences) < 2:
+        known = self._all_known(sequences)
+        if len(known) < 2:
             return 0
-        rows = [self._pages[self._known(sequence)] for sequence in sequences]
-        count = 0
-        for column in zip(*rows, strict=False):
+        same = 0
+        for column in zip(*(self._pages[sequence] for sequence in known), strict=False):
             if len(set(column)) > 1:
                 break
-            count += 1
-        return min([count, *(self._lengths[sequence] // self.page_size for sequence in sequences)])
+            same += 1
+        return min([same, *(self._lengths[sequence] // self.page_size for sequence in known)])
 
     def attend_shared(self, step: Step, q: torch.Tensor, shared_pages: int, *, layer: int = 0, **options):
         """`attend`, with pages that all sequences of the step begin with read once; see `attention_shared`."""
         _leave_to_the_step(options)
+        layer = self._layer(step, layer)
         tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k, shared_pages)
         options = {**self._scales_of(layer), **options}
         return attention_shared(q, *tables, cu_seqlens_q=step.cu_seqlens, max_seqlen_q=step.longest, **options)
@@ -276,9 +289,22 @@ class PagedKVCache:
     # ---- the host's part ----
 
     def _known(self, sequence: int) -> int:
-        if sequence not in self._lengths:
-            raise ProblemError(f"there is no sequence {sequence} in the cache; there are {list(self._lengths)}.")
-        return sequence
+        number = sequence if type(sequence) is int else counted("a sequence", sequence, 0)
+        if number not in self._lengths:
+            raise ProblemError(f"there is no sequence {number} in the cache; there are {list(self._lengths)}.")
+        return number
+
+    def _all_known(self, sequences: Sequence[int]) -> list[int]:
+        try:
+            named = list(sequences)
+        except (TypeError, RuntimeError):
+            raise ProblemError(f"sequences are named in a list, as add() gave them; got {type(sequences).__name__}.") from None
+        return [self._known(sequence) for sequence in named]
+
+    def _layer(self, step: Step, layer: int) -> int:
+        if not isinstance(step, Step):
+            raise ProblemError(f"step must be what extend() gave; got {type(step).__name__}.")
+        return counted("layer", layer, 0, self.k_pages.shape[0] - 1)
 
     def _take(self) -> int:
         page = self._free.pop()

@@ -6,6 +6,7 @@ call waits for. `ops` keeps what they gave, by the form of the call.
 
 import torch
 
+from rowmax.arguments import check_tensors
 from rowmax.ops import FORWARD, ON_CPU, PLAIN, below_autograd, forward_below_autograd, kernels, launch_of
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr()  # taken away by inference mode
@@ -14,13 +15,18 @@ _USUAL_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect).raw_re
 
 def forward_without_gradient(need_lse, *call):
     """`rowmax::forward` when no input needs a gradient. `call`: its other arguments, in order."""
-    if not (_somebody_listens(*call[:3]) or torch.autograd._profiler_enabled()):
-        launch = launch_of(need_lse, *call)
-        if launch is not None:
-            return launch(*call[:5])
-    if torch._C._are_functorch_transforms_active():  # a level below may need gradients, and for them the LSE
-        return FORWARD(True, *call)
-    return forward_below_autograd(need_lse, *call)
+    try:
+        if not (_somebody_listens(*call[:3]) or torch.autograd._profiler_enabled()):
+            launch = launch_of(need_lse, *call)
+            if launch is not None:
+                return launch(*call[:5])
+        if torch._C._are_functorch_transforms_active():  # a level below may need gradients, and for them the LSE
+            return FORWARD(True, *call)
+        return forward_below_autograd(need_lse, *call)
+    except RuntimeError:  # NotImplementedError is one
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+        check_tensors(**{name: tensor for name, tensor in zip(names, call, strict=False) if tensor is not None})
+        raise
 
 
 class Prepared:

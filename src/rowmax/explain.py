@@ -67,6 +67,15 @@ def explain(
     scores = beside(causal, window, *given)
     numbers = (max_seqlen_q, max_seqlen_k, causal, window, scale, deterministic)
     problem = describe(q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, scores)
+    if not (gpu is None or isinstance(gpu, str)):
+        raise ProblemError(f"gpu must be a device's name, 'H200', or None for the one at hand; got {type(gpu).__name__}.")
+    names = (against,) if isinstance(against, (str, Plan)) else against
+    if not isinstance(names, Sequence) or not all(
+        isinstance(name, (str, Plan)) for name in (*names, plan if plan is not None else "")
+    ):
+        raise ProblemError(
+            f"plan and those it is compared with are named: 'kv_outer', or a rowmax.Plan; got {plan!r}, {against!r}."
+        )
     lengths = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None and not cu_seqlens_q.is_meta:
         sizes = (cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
@@ -75,4 +84,6 @@ def explain(
         device = Device.of(q) if gpu is None else Device.named(gpu)
     except KeyError as error:
         raise ProblemError(error.args[0]) from None
-    return report.explain(problem, device, plan=str(plan or ""), against=tuple(against), lengths=lengths)
+    return report.explain(
+        problem, device, plan="" if plan is None else str(plan), against=tuple(map(str, names)), lengths=lengths
+    )

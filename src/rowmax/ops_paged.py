@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from rowmax.arguments import check_tensors
 from rowmax.cpu import paged as cpu_paged
 from rowmax.device import Device
 from rowmax.errors import ProblemError
@@ -72,6 +73,7 @@ def _for_latent(problem: PagedProblem, operands: PagedOperands) -> bool:
 
 
 def _check_out(problem: PagedProblem, q, out) -> None:
+    check_tensors(out=out)
     shape, _ = shapes_of(problem, q)
     like = (tuple(out.shape), out.dtype, out.device) == (tuple(shape), q.dtype, q.device)
     if not like or (out.numel() and out.stride(-1) != 1):
@@ -87,14 +89,17 @@ def form_of(numbers, out, tensors):
     _, k, v, *_ = tensors
     if type(k) not in PLAIN or type(v) not in PLAIN:
         return None
-    form: list = [numbers, k.data_ptr() == v.data_ptr()]
-    for t in (*tensors, out):
-        if t is None:
-            form.append(None)
-        elif type(t) in PLAIN:
-            form += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
-        else:
-            return None
+    try:
+        form: list = [numbers, k.data_ptr() == v.data_ptr()]
+        for t in (*tensors, out):
+            if t is None:
+                form.append(None)
+            elif type(t) in PLAIN:
+                form += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+            else:
+                return None
+    except RuntimeError:  # a tensor without addresses
+        return None
     return tuple(form)
 
 

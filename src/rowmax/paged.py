@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 
+from rowmax.arguments import check_tensors, flags
 from rowmax.errors import ProblemError
 from rowmax.mask import Band
 from rowmax.problem import DTYPE_NAMES, MAX_SCALE, Problem, negative
@@ -297,6 +298,11 @@ def check_append(operands: AppendOperands) -> None:
         raise ProblemError("v and v_pages come together, or neither where values are columns of the keys.")
     # A call of attention with k for q has the same layouts, lengths and devices.
     _check_tensors(PagedOperands(k, k_pages, k_pages if v_pages is None else v_pages, table, lengths, cu, k_scale, v_scale))
+    if v_pages is not None and k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ProblemError(
+            f"k_pages and v_pages must agree in all but the last dimension; got {list(k_pages.shape)} and "
+            f"{list(v_pages.shape)}."
+        )
     pairs = [("k", k, k_pages)] if v is None or v_pages is None else [("k", k, k_pages), ("v", v, v_pages)]
     for name, new, pages in pairs:
         if new.dim() != k.dim() or new.shape[:-2] != k.shape[:-2] or new.shape[-2:] != pages.shape[-2:]:
@@ -304,9 +310,10 @@ def check_append(operands: AppendOperands) -> None:
                 f"{name} must have k's tokens and the heads and dimension of its pages; got {list(new.shape)} beside k "
                 f"{list(k.shape)} and pages {list(pages.shape)}."
             )
-        if new.dtype != k.dtype or (new.shape[-1] > 1 and new.stride(-1) != 1):
+        if new.dtype != k.dtype or new.device != k.device or (new.shape[-1] > 1 and new.stride(-1) != 1):
             raise ProblemError(
-                f"{name} must be {k.dtype} with stride 1 in its last dimension; got {new.dtype}, {new.stride()}."
+                f"{name} must be {k.dtype} on {k.device} with stride 1 in its last dimension; got {new.dtype} on {new.device}, "
+                f"strides {new.stride()}."
             )
     if table.shape[0] != lengths.shape[0] or (cu is None and k.shape[0] != lengths.shape[0]):
         raise ProblemError(
@@ -366,8 +373,18 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     """Rotary embedding of the first columns of x `[..., H, D]` by angles whose `cos` and `sin` are `[..., pairs]`.
 
     The pairs are columns (i, pairs + i), or with `interleaved` (2i, 2i + 1). Computed in fp32 at least, rounded once.
+    cos and sin have one shape, floating point; what stands before the pairs broadcasts to what stands before H in x:
+    `[T, pairs]` for x `[B, T, H, D]`, `[B, pairs]` for x `[B, H, D]`.
+
+    Raises:
+        ProblemError: they do not fit.
+
     Method: Su et al., "RoFormer" (2021), section 3.4.2.
     """
+    check_tensors(x=x, cos=cos, sin=sin)
+    if type(interleaved) is not bool:
+        flags(interleaved=interleaved)
+    _check_angles(x, cos, sin)
     pairs = cos.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     part = x[..., : 2 * pairs].to(wide)
@@ -376,3 +393,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     turned = (one * cos - two * sin, two * cos + one * sin)
     turned_part = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return torch.cat([turned_part.to(x.dtype), x[..., 2 * pairs :]], -1)
+
+
+def _check_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    shapes = f"x {list(x.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}"
+    if x.dim() < 2 or cos.dim() < 1 or cos.shape != sin.shape or not 0 <= 2 * cos.shape[-1] <= x.shape[-1]:
+        raise ProblemError(f"x must be [..., H, D], and cos and sin alike [..., pairs] with at most D / 2 pairs; got {shapes}.")
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ProblemError(f"{name} must be of 16 bits or more, floating point; got {tensor.dtype}.")
+        if tensor.device != x.device:
+            raise ProblemError(f"{name} is on {tensor.device} and x on {x.device}; move it with .to(x.device).")
+    outer, own = cos.shape[:-1], x.shape[:-2]
+    pairs = zip(reversed(outer), reversed(own), strict=False)
+    if len(outer) > len(own) or any(size not in (1, full) for size, full in pairs):
+        raise ProblemError(
+            f"what stands before the pairs of cos and sin must broadcast to what stands before H in x; got {shapes}."
+        )

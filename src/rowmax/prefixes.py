@@ -11,7 +11,7 @@ from typing import Optional
 
 import torch
 
-from rowmax.arguments import Beside
+from rowmax.arguments import Beside, check_tensors
 from rowmax.errors import ProblemError
 
 
@@ -20,6 +20,7 @@ def check(prefix: torch.Tensor, batch: int, device) -> None:
     Raises:
         ProblemError: it is no `[B]` of integers on the tensors' device, or, on the CPU, has a negative number.
     """
+    check_tensors(prefix=prefix)
     if prefix.dtype not in (torch.int32, torch.int64) or tuple(prefix.shape) != (batch,) or prefix.device != device:
         raise ProblemError(
             f"prefix must be an integer, or an int32 or int64 tensor [B] on q's device, here [{batch}] on {device}; got "

@@ -5,7 +5,7 @@ from typing import NoReturn, Optional, Union
 import torch
 
 from rowmax.api import merge
-from rowmax.arguments import Window, band, flags, integer, number, seen
+from rowmax.arguments import Window, band, check_tensors, flags, integer, number, seen
 from rowmax.eager import Prepared
 from rowmax.eager import _somebody_listens as somebody_listens
 from rowmax.errors import ProblemError, Unsupported
@@ -103,8 +103,8 @@ def attention_paged(
     if sink_tokens is not None and seen(causal, window, sink_tokens, None, None):
         return _beside_sinks(sink_tokens, tensors, numbers, out, debug)
     form, given_out = None, out
-    flags = type(causal) is type(return_lse) is type(batch_invariant) is bool  # 1 equals True, and is to be refused
-    if flags and not (debug or torch.compiler.is_compiling()):
+    plain = type(causal) is type(return_lse) is type(batch_invariant) is type(debug) is bool  # 1 equals True; it is refused
+    if plain and not (debug or torch.compiler.is_compiling()):
         form = form_of(("given", *numbers), out, tensors)
         launch = kept(form)  # the arguments of such a call were found right
         if launch is not None and not _dispatched(q, k_pages, v_pages):
@@ -113,6 +113,7 @@ def attention_paged(
                 torch.autograd.graph.increment_version(out)
             return (out, lse) if return_lse else out
     call = _call(tensors, *numbers)
+    flags(debug=debug)
     if debug:
         _check_on_the_host(call)
     if _dispatched(q, k_pages, v_pages):
@@ -159,22 +160,21 @@ def _beside_sinks(sink_tokens: int, tensors: tuple, numbers: tuple, out, debug: 
     return (result, lse) if return_lse else result
 
 
-def _call(tensors, max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan) -> tuple:
+def _call(given, max_seqlen_q, causal, window, scale, num_splits, return_lse, batch_invariant, plan) -> tuple:
     """The operator's arguments, the first of them `need_lse`.
 
     Raises:
         ProblemError: one of them has the wrong type.
     """
-    names = ("q", "k_pages", "v_pages", "block_table", "seqlens_k")
-    for name, tensor in zip(names, tensors, strict=False):
-        if not isinstance(tensor, torch.Tensor):
-            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+    names = ("q", "k_pages", "v_pages", "block_table", "seqlens_k", "cu_seqlens_q", "k_scale", "v_scale")
+    named = dict(zip(names, given, strict=False))
+    check_tensors(**{name: tensor for name, tensor in named.items() if tensor is not None or name in names[:5]})
     flags(causal=causal, return_lse=return_lse, batch_invariant=batch_invariant)
     left, right = band(causal, window)
     scale = scale if scale is None or type(scale) is float else number("scale", scale)
     max_seqlen_q, num_splits = integer("max_seqlen_q", max_seqlen_q), integer("num_splits", num_splits)
     spelled = "" if plan is None else str(plan)
-    return (return_lse, *tensors, max_seqlen_q, scale, left, right, num_splits, batch_invariant, spelled)
+    return (return_lse, *given, max_seqlen_q, scale, left, right, num_splits, batch_invariant, spelled)
 
 
 class PreparedPaged(Prepared):
@@ -289,9 +289,13 @@ def attention_shared(
     """
     if not_taken:
         refuse("attention_shared", not_taken)
-    _call((q, k_pages, v_pages, block_table, seqlens_k), max_seqlen_q, True, None, scale, None, return_lse, False, plan)
+    given = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, k_scale, v_scale)
+    _, *call = _call(given, max_seqlen_q, True, None, scale, None, return_lse, False, plan)
+    ranks = tuple(t.dim() for t in given[1:5])
+    if ranks != (4, 4, 2, 1) or q.dim() not in (3, 4) or q.is_cpu or not q.device == block_table.device == seqlens_k.device:
+        describe(*call)  # says what is wrong
     columns = block_table.shape[-1]
-    if type(shared_pages) is not int or not 0 <= shared_pages <= columns or block_table.dim() != 2:
+    if type(shared_pages) is not int or not 0 <= shared_pages <= columns:
         raise ProblemError(
             f"shared_pages must be an integer from 0 to {columns}, the columns of the block table; got {shared_pages!r} with a "
             f"table {list(block_table.shape)}."
@@ -382,15 +386,28 @@ def append_kv(
     Raises:
         ProblemError: what arrived, what is required and the fix.
     """
-    for name, tensor in {"k_pages": k_pages, "k": k, "block_table": block_table, "seqlens_k": seqlens_k}.items():
+    required = {"k_pages": k_pages, "k": k, "block_table": block_table, "seqlens_k": seqlens_k}
+    for name, tensor in required.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ProblemError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}.")
+            check_tensors(**{name: tensor})
+    if not (type(interleaved) is type(debug) is bool):
+        flags(interleaved=interleaved, debug=debug)
     if debug:
         operands = AppendOperands(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin)
         check_append(operands)
         cu = None if cu_seqlens is None else cu_seqlens.cpu()
         places(operands._replace(block_table=block_table.cpu(), seqlens_k=seqlens_k.cpu(), cu_seqlens=cu))
-    APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, cu_seqlens, rotary_cos, rotary_sin, k_scale, v_scale, interleaved)
+    others = (cu_seqlens, rotary_cos, rotary_sin, k_scale, v_scale)
+    try:
+        APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, *others, interleaved)
+    except RuntimeError:  # of torch: it may say less about what arrived
+        names = ("cu_seqlens", "rotary_cos", "rotary_sin", "k_scale", "v_scale")
+        named = {"v_pages": v_pages, "v": v, **dict(zip(names, others, strict=True))}
+        check_tensors(**required, **{name: tensor for name, tensor in named.items() if tensor is not None})
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if pages is not None and (pages.is_neg() or pages.is_conj()):
+                raise ProblemError(f"{name} is a view with the other sign, which cannot be written to.") from None
+        raise
 
 
 def _check_on_the_host(call) -> None:

@@ -11,7 +11,9 @@ from typing import Optional
 import torch
 
 from rowmax.api import attention, attention_varlen
-from rowmax.flash_attn.arguments import length, no_mask, options, rows, their_lse
+from rowmax.arguments import check_tensors
+from rowmax.errors import ProblemError
+from rowmax.flash_attn.arguments import apart, flag, length, no_mask, options, rows, their_lse
 from rowmax.flash_attn.dmask import s_dmask
 from rowmax.flash_attn.kvcache import flash_attn_with_kvcache  # noqa: F401, it belongs to this module there
 from rowmax.flash_attn.private import (  # noqa: F401, the names that other libraries import from here
@@ -61,7 +63,9 @@ def flash_attn_func(
         alibi_slopes=alibi_slopes,
         len_k=k.shape[1] if k.dim() == 4 else None,
     )
-    found = attention(q, k, v, deterministic=bool(deterministic), return_lse=bool(return_attn_probs), **chosen)
+    return_attn_probs = flag("return_attn_probs", return_attn_probs)
+    deterministic = flag("deterministic", deterministic)
+    found = attention(q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **chosen)
     if not return_attn_probs:
         return found
     mask = s_dmask(q.detach(), k.detach(), found[1].detach(), chosen) if dropout_p else no_mask(q)
@@ -81,7 +85,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_func` with k and v in one tensor, kv `[B, Tk, 2, Hk, D]`."""
-    k, v = kv.unbind(2)
+    k, v = apart("kv", kv, 2, 2)
     return flash_attn_func(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
@@ -99,7 +103,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_func` with q, k and v in one tensor, qkv `[B, T, 3, H, D]`."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = apart("qkv", qkv, 2, 3)
     return flash_attn_func(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
@@ -135,13 +139,19 @@ def flash_attn_varlen_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
     )
+    return_attn_probs = flag("return_attn_probs", return_attn_probs)
     if block_table is not None:
+        check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
+        if cu_seqlens_k.dim() != 1 or cu_seqlens_k.dtype not in (torch.int32, torch.int64):
+            raise ProblemError(
+                f"cu_seqlens_k must be int32 or int64 [B + 1]; got {cu_seqlens_k.dtype} {list(cu_seqlens_k.shape)}."
+            )
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         found = over_pages(q, k, v, cu_seqlens_q, block_table, lengths, length(max_seqlen_q), chosen)
         found = found if return_attn_probs else found[0]
     else:
         chosen |= {"max_seqlen_q": length(max_seqlen_q), "max_seqlen_k": length(max_seqlen_k)}
-        chosen |= {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
+        chosen |= {"deterministic": flag("deterministic", deterministic), "return_lse": return_attn_probs}
         found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **chosen)
     if not return_attn_probs:
         return found
@@ -169,7 +179,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_varlen_func` with kv `[Tk, 2, Hk, D]`."""
-    k, v = kv.unbind(1)
+    k, v = apart("kv", kv, 1, 2)
     return flash_attn_varlen_func(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size),
         *(softcap, alibi_slopes, deterministic, return_attn_probs),
@@ -190,7 +200,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_varlen_func` with qkv `[T, 3, H, D]`."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = apart("qkv", qkv, 1, 3)
     return flash_attn_varlen_func(
         *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size),
         *(softcap, alibi_slopes, deterministic, return_attn_probs),

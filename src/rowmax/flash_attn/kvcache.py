@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
+from rowmax.arguments import check_tensors, counted
 from rowmax.errors import ProblemError
-from rowmax.flash_attn.arguments import options, rows, their_lse
+from rowmax.flash_attn.arguments import flag, options, rows, their_lse
 from rowmax.flash_attn.live import attend_cache, gathered
 from rowmax.paged import rotate
 from rowmax.serving import append_kv, attention_paged
@@ -56,17 +57,17 @@ def flash_attn_with_kvcache(
     Returns:
         out `[B, Tq, H, D]`; with `return_softmax_lse` also lse `[B, H, Tq]`, fp32, +inf where a query sees no key.
     """
-    q, k, v = rows(q, k, v)
+    q, k, v = rows(q, k, v, needed=1)
     check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    if not 0 <= num_splits <= MOST_SPLITS:
-        raise ProblemError(f"num_splits must be in 0..{MOST_SPLITS}; got {num_splits}.")
+    num_splits = counted("num_splits", num_splits, 0, MOST_SPLITS)
     given = {"dropout_p": 0.0, "softmax_scale": softmax_scale, "causal": causal, "alibi_slopes": alibi_slopes}
     chosen: dict[str, Any] = options(q, **given, window_size=window_size, softcap=softcap)
-    along = bool(causal) or tuple(window_size) != (-1, -1)
-    rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved), along)
+    along = chosen["causal"] or tuple(window_size) != (-1, -1)
+    interleaved = flag("rotary_interleaved", rotary_interleaved)
+    rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, interleaved, along)
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     out, lse = attend_and_append(cache, q, k, v, rotary, num_splits, chosen)
-    return (out, their_lse(lse)) if return_softmax_lse else out
+    return (out, their_lse(lse)) if flag("return_softmax_lse", return_softmax_lse) else out
 
 
 class Rotary(NamedTuple):
@@ -116,7 +117,8 @@ def attend_and_append(
         sequence = torch.arange(batch, device=q.device) if cache.batch_idx is None else cache.batch_idx
         table = sequence.to(torch.int32).unsqueeze(1)
     before = table.shape[1] * cache.k.shape[1] if cache.seqlens is None else cache.seqlens
-    before = torch.full((batch,), before, dtype=torch.int32, device=q.device) if isinstance(before, int) else before
+    if not isinstance(before, torch.Tensor):
+        before = torch.full((batch,), counted("cache_seqlens", before, 0), dtype=torch.int32, device=q.device)
     total = before
     if k is not None and v is not None:
         total = before + (k.shape[1] if cu_new is None else cu_new[1:] - cu_new[:-1])
@@ -147,18 +149,23 @@ def check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, c
     Raises:
         ProblemError: arguments that contradict each other, and new keys that do not fit: nothing was written then.
     """
+    check_kinds(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
         raise ProblemError(
             f"q and the caches must have rank 4; got {list(q.shape)}, {list(k_cache.shape)}, {list(v_cache.shape)}."
         )
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         raise ProblemError("k_cache and v_cache are changed in place and must have stride 1 in their last dimension.")
+    if any(t is not None and t.dim() != 4 for t in (k, v)):
+        raise ProblemError(f"k and v must have rank 4; got {[list(t.shape) for t in (k, v) if t is not None]}.")
     if (k is None) != (v is None):
         raise ProblemError("k and v come together; one of them is missing.")
     if k is not None and cache_seqlens is None:
         raise ProblemError("k and v are written at cache_seqlens, which is missing.")
-    if cos is not None and (k is None or sin is None):
-        raise ProblemError("rotary_cos needs rotary_sin and k, v: what is in the cache has been turned already.")
+    if (cos is None) != (sin is None) or (cos is not None and k is None):
+        raise ProblemError(
+            "rotary_cos and rotary_sin come together, and need k, v: what is in the cache has been turned already."
+        )
     if block_table is not None and (cache_leftpad is not None or cache_batch_idx is not None):
         raise ProblemError("block_table takes neither cache_leftpad nor cache_batch_idx: pages say where keys lie.")
     if block_table is None and cache_batch_idx is None and k_cache.shape[0] < q.shape[0]:
@@ -166,10 +173,47 @@ def check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, c
     lengths = cache_seqlens
     if isinstance(lengths, torch.Tensor) and lengths.device.type == "cpu" and lengths.numel():
         lengths = int(lengths.max())
-    if k is not None and isinstance(lengths, int):
+    if k is not None and not (lengths is None or isinstance(lengths, torch.Tensor)):
         room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
         if lengths + k.shape[1] > room:
             raise ProblemError(
                 f"{k.shape[1]} new keys behind {lengths} do not fit in a cache of {room}: nothing was written. Make it longer, "
                 "or drop keys."
             )
+
+
+def check_kinds(
+    q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, **lengths
+) -> None:
+    """Tensors are such, and integers where they say where keys lie, `[B]` or a table `[B, pages]`, all on one device.
+    `lengths`: others that are integers of one dimension, or None."""
+    optional = {"k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin}
+    places = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table, **lengths}
+    if isinstance(cache_seqlens, torch.Tensor):
+        places["cache_seqlens"] = cache_seqlens
+    elif cache_seqlens is not None:
+        counted("cache_seqlens", cache_seqlens, 0)
+    given = {name: t for name, t in {**optional, **places}.items() if t is not None}
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **given)
+    cu = lengths.get("cu_seqlens_q")
+    batch = cu.shape[0] - 1 if cu is not None and cu.dim() == 1 else q.shape[0]
+    for name, tensor in given.items():
+        if tensor.device != q.device:
+            raise ProblemError(f"{name} is on {tensor.device} and q on {q.device}; move it with .to(q.device).")
+        if name not in places:
+            continue
+        size = batch + 1 if name.startswith("cu_") else batch
+        rank = 2 if name == "block_table" else 1
+        if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != rank or tensor.shape[0] != size or size < 0:
+            layout = "[B, pages]" if rank == 2 else "[B + 1]" if name.startswith("cu_") else "[B]"
+            raise ProblemError(
+                f"{name} must be int32 or int64 {layout}, here with B = {max(batch, 0)}; got {tensor.dtype} "
+                f"{list(tensor.shape)}."
+            )
+    if cos is not None and sin is not None and (cos.dim() != 2 or cos.shape != sin.shape or not cos.shape[0]):
+        raise ProblemError(
+            f"rotary_cos and rotary_sin must be [positions, R / 2] alike; got {list(cos.shape)} and {list(sin.shape)}."
+        )
+    named = cache_batch_idx is not None or block_table is not None
+    if named and batch > 0 and 0 in (*k_cache.shape[:1], *v_cache.shape[:1]):
+        raise ProblemError(f"the caches have no sequences or pages; got {list(k_cache.shape)} and {list(v_cache.shape)}.")

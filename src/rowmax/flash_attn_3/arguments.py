@@ -4,8 +4,9 @@ from typing import Any, Optional
 
 import torch
 
+from rowmax.arguments import check_tensors, counted
 from rowmax.errors import ProblemError, Unsupported
-from rowmax.flash_attn.arguments import options
+from rowmax.flash_attn.arguments import flag, options
 
 
 def chosen_of(q, qv, descales, *, softmax_scale, causal, window_size, attention_chunk, softcap, len_k=None) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def chosen_of(q, qv, descales, *, softmax_scale, causal, window_size, attention_
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
         if descale is not None:
             raise ProblemError(f"{name} belongs to tensors in 8 bits; these are {q.dtype}. Leave it out.")
-    if attention_chunk:
+    if flag("attention_chunk", attention_chunk):
         raise Unsupported(
             f"rowmax.flash_attn_3 has no chunked attention; got attention_chunk={attention_chunk}. Pass each chunk as a "
             "sequence of its own to flash_attn_varlen_func."
@@ -33,14 +34,37 @@ def with_values(q, k, v, qv):
     """q and k of the scores q k^T + qv v^T: both side by side, a copy."""
     if qv is None:
         return q, k
+    check_tensors(qv=qv)
+    if not q.dtype == k.dtype == v.dtype == qv.dtype or not q.device == k.device == v.device == qv.device:
+        raise ProblemError(
+            f"q, k, v and qv must have one dtype and be on one device; got {q.dtype}, {k.dtype}, {v.dtype}, {qv.dtype} on "
+            f"{q.device}, {k.device}, {v.device}, {qv.device}."
+        )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ProblemError(f"k and v must agree in all but the last dimension; got {list(k.shape)} and {list(v.shape)}.")
     if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1]:
         raise ProblemError(f"qv must have q's shape with v's last dimension; got {list(qv.shape)} beside {list(q.shape)}.")
     return torch.cat([q, qv], -1), torch.cat([k, v], -1)
 
 
-def check_splits(num_splits: int) -> None:
-    if not 0 <= num_splits <= 256:
-        raise ProblemError(f"num_splits must be in 0..256, where 0 leaves it to the plan; got {num_splits}.")
+def check_splits(num_splits: int) -> int:
+    """0 leaves it to the plan."""
+    return counted("num_splits", num_splits, 0, 256)
+
+
+def check_lengths(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) -> None:
+    """Of packed sequences some rows of which count: integers `[B + 1]` and `[B]` on one device."""
+    named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    given = {name: t for name, t in named.items() if t is not None or name.startswith("cu")}
+    check_tensors(**given)
+    for name, tensor in given.items():
+        rows = cu_seqlens_q.shape[0] if cu_seqlens_q.dim() == 1 else 0
+        size = rows if name.startswith("cu") else rows - 1
+        if tensor.dtype not in (torch.int32, torch.int64) or tuple(tensor.shape) != (size,) or tensor.device != q.device:
+            raise ProblemError(
+                f"{name} must be int32 or int64 [{max(size, 0)}] on {q.device}, of one batch with cu_seqlens_q; got "
+                f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}."
+            )
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,12 @@ from typing import Any, Optional, Union
 import torch
 
 from rowmax.api import attention, attention_varlen, merge
+from rowmax.arguments import check_tensors, counted
 from rowmax.errors import ProblemError, Unsupported
-from rowmax.flash_attn.arguments import length, rows
-from rowmax.flash_attn.kvcache import Cache, Rotary, attend_and_append, check
+from rowmax.flash_attn.arguments import apart, flag, length, rows
+from rowmax.flash_attn.kvcache import Cache, Rotary, attend_and_append, check, check_kinds
 from rowmax.flash_attn.live import attend_live, live_bounds
-from rowmax.flash_attn_3.arguments import check_splits, chosen_of, nothing, used, with_values
+from rowmax.flash_attn_3.arguments import check_lengths, check_splits, chosen_of, nothing, used, with_values
 from rowmax.flash_attn_3.private import _flash_attn_backward  # noqa: F401, it belongs to this module there
 
 
@@ -55,7 +56,8 @@ def flash_attn_func(
     len_k = k.shape[1] if k.dim() == 4 else None
     chosen = chosen_of(q, qv, (q_descale, k_descale, v_descale), attention_chunk=attention_chunk, len_k=len_k, **numbers)
     q, k = with_values(q, k, v, qv)
-    return attention(q, k, v, deterministic=bool(deterministic), return_lse=bool(return_attn_probs), **chosen)
+    flags = {"deterministic": flag("deterministic", deterministic), "return_lse": flag("return_attn_probs", return_attn_probs)}
+    return attention(q, k, v, **flags, **chosen)
 
 
 def flash_attn_qkvpacked_func(
@@ -74,9 +76,13 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     """`flash_attn_func` with q, k and v in one tensor: `[B, T, 3, H, D]`, or with `num_heads_q` = H `[B, T, H + 2 Hk, D]`."""
+    check_tensors(qkv=qkv)
     if qkv.dim() == 5:
-        q, k, v = qkv.unbind(-3)
+        q, k, v = apart("qkv", qkv, 2, 3)
+    elif qkv.dim() != 4:
+        raise ProblemError(f"qkv must be [B, T, 3, H, D], or [B, T, H + 2 Hk, D] with num_heads_q; got {list(qkv.shape)}.")
     else:
+        num_heads_q = None if num_heads_q is None else counted("num_heads_q", num_heads_q, 0, qkv.shape[2])
         heads = qkv.shape[2] if num_heads_q is None else qkv.shape[2] - num_heads_q
         if num_heads_q is None or heads % 2:
             raise ProblemError(
@@ -125,11 +131,14 @@ def flash_attn_varlen_func(
     numbers = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     chosen = chosen_of(q, qv, (q_descale, k_descale, v_descale), attention_chunk=attention_chunk, **numbers)
     q, k = with_values(q, k, v, qv)
-    chosen["deterministic"] = bool(deterministic)
+    chosen["deterministic"] = flag("deterministic", deterministic)
+    return_attn_probs = flag("return_attn_probs", return_attn_probs)
     hints = (length(max_seqlen_q), length(max_seqlen_k))
     if seqused_q is None and seqused_k is None:
-        chosen |= {"max_seqlen_q": hints[0], "max_seqlen_k": hints[1], "return_lse": bool(return_attn_probs)}
+        chosen |= {"max_seqlen_q": hints[0], "max_seqlen_k": hints[1], "return_lse": return_attn_probs}
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **chosen)
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    check_lengths(q, **given)
     ends = used(cu_seqlens_k, seqused_k)
     cu = live_bounds(cu_seqlens_q, cu_seqlens_k[:-1], ends, cu_seqlens_k[1:], used(cu_seqlens_q, seqused_q))
     found = attend_live(q, cu, k, v, chosen, hints)
@@ -143,6 +152,15 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
         out_partial: fp32 `[parts, B, T, H, D]`, or `[parts, T, H, D]`; lse_partial: fp32 `[parts, B, T, H]`, `[parts, T, H]`.
         out: where to write; out_dtype: of the result, else that of `out_partial`.
     """
+    check_tensors(out_partial=out_partial, lse_partial=lse_partial, **({} if out is None else {"out": out}))
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise ProblemError(f"out_dtype must be a torch.dtype or None; got {type(out_dtype).__name__}.")
+    like = None if out is None else (out.shape, out.device, out.is_floating_point())
+    if out is not None and like != (out_partial.shape[1:], out_partial.device, True):
+        raise ProblemError(
+            f"out must be floating point {list(out_partial.shape[1:])} on {out_partial.device}; got {out.dtype} "
+            f"{list(out.shape)} on {out.device}."
+        )
     if out_partial.dim() not in (4, 5) or lse_partial.shape != out_partial.shape[:-1]:
         raise ProblemError(
             "out_partial must be [parts, B, T, H, D] or [parts, T, H, D] and lse_partial the same without D; got "
@@ -210,27 +228,27 @@ def flash_attn_with_kvcache(
     if qv is not None:
         fix = "Put both keys into one cache and call rowmax.attention_paged with v_pages=k_pages[..., :Dv]."
         raise Unsupported(f"rowmax.flash_attn_3 does not take qv over a cache. {fix}")
-    q, k, v = rows(q, k, v)
-    check_splits(num_splits)
+    q, k, v = rows(q, k, v, needed=1)
+    num_splits = check_splits(num_splits)
     given = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     if cu_seqlens_q is None and cu_seqlens_k_new is None:
         check(q, k_cache, v_cache, *given)
-    elif (
-        (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None) or (k is not None and cache_seqlens is None)
-    ):
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": rotary_seqlens}
+    check_kinds(q, k_cache, v_cache, *given, **lengths)
+    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None) or (k is not None and cache_seqlens is None):
         raise ProblemError("k and v come together and with cache_seqlens, rotary_cos with rotary_sin; one of them is missing.")
     if cache_leftpad is not None and page_table is not None:
         raise ProblemError("page_table does not take cache_leftpad: pages say where keys lie.")
     numbers = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     chosen: dict[str, Any] = chosen_of(q, None, (q_descale, k_descale, v_descale), attention_chunk=attention_chunk, **numbers)
-    along = bool(causal) or tuple(window_size) != (-1, -1)
+    along = chosen["causal"] or tuple(window_size) != (-1, -1)
     rotary = None
     if rotary_cos is not None:
-        rotary = Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved), along, rotary_seqlens)
+        rotary = Rotary(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved), along, rotary_seqlens)
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     packed = {"cu_q": cu_seqlens_q, "cu_new": cu_seqlens_k_new, "max_seqlen_q": length(max_seqlen_q)}
     out, lse = attend_and_append(cache, q, k, v, rotary, num_splits, chosen, **packed)
-    return (out, lse, nothing(q), nothing(q)) if return_softmax_lse else out
+    return (out, lse, nothing(q), nothing(q)) if flag("return_softmax_lse", return_softmax_lse) else out
 
 
 def get_scheduler_metadata(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from rowmax.api import attention
+from rowmax.arguments import check_tensors, flags
 from rowmax.errors import ProblemError, Unsupported
 from rowmax.family import refuse
 from rowmax.flash_attn.interface import (
@@ -54,9 +55,12 @@ def sdpa(
         raise ProblemError("give attn_mask or is_causal=True, not both; rowmax.attention takes causal= and mask= together.")
     if (variant := getattr(attn_mask, "variant", None)) is not None:
         attn_mask, is_causal, aligned_right = None, True, variant.name == "LOWER_RIGHT"
+    if not (type(is_causal) is type(enable_gqa) is bool):
+        flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    check_tensors(query=query, key=key, value=value, **({} if attn_mask is None else {"attn_mask": attn_mask}))
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
-            raise ProblemError(f"{name} must be a tensor [..., T, D]; got {getattr(tensor, 'shape', type(tensor).__name__)}.")
+        if tensor.dim() < 2:
+            raise ProblemError(f"{name} must be a tensor [..., T, D]; got {list(tensor.shape)}.")
     rank = max(query.dim(), 3)
     q, k, v = (t if t.dim() >= 3 else t.unsqueeze(0) for t in (query, key, value))
     if not q.dim() == k.dim() == v.dim():
@@ -68,7 +72,11 @@ def sdpa(
         if 1 not in (q.shape[-3], k.shape[-3]):
             raise ProblemError(f"{q.shape[-3]} query heads over {k.shape[-3]} KV heads need enable_gqa=True.")
         q, k, v = (t.expand(*t.shape[:-3], max(q.shape[-3], k.shape[-3]), -1, -1) for t in (q, k, v))
-    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    try:
+        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError:
+        shapes = f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        raise ProblemError(f"leading dimensions of query, key and value must be equal or 1; got {shapes}.") from None
     q, k, v = (t.expand(*lead, -1, -1, -1).flatten(0, -4).transpose(1, 2) for t in (q, k, v))
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
     options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p}
