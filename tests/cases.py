@@ -151,6 +151,8 @@ def _cases() -> list[Case]:
         add("masks", f"b2 h4/2 q777 k900 d64 bf16 {words}", "normal", "probe", large=True)
         add("masks", f"b2 h4/1 q900 k778 d192/128 fp16 {words}", "normal", "nan(v)", large=True, backward=False)
         add("masks", f"b3 h4/2 q640 k1040 d128 bf16 {words}", "shift(-120)", "inf(v)", large=True, backward=False)
+    for words in ("causal alibi(batch) bias(bqk)", "alibi mask(bk)", "softcap=30.0 bias(hqk)", "softcap=9.0 mask(qk)"):
+        add("masks", f"b2 h8/2 q700 k900 d128 bf16 {words}", large=True)
     add("masks", "b1 h8/2 q4001 k4100 d96 bf16 causal bias(hqk)", "v_ones", large=True, backward=False)
 
     for dtype in ("bf16", "fp32", "fp64"):
@@ -263,7 +265,7 @@ def may_refuse(case: Case, backend: str) -> bool:
     if backend == "hopper":  # 16 bits; `tests/kernels/test_gluon_plan.py`, `_scores.py` and `_given.py` pin what it takes
         return (
             bool(case.problem.dropout or case.problem.score_mod or not case.problem.windowed)
-            or _pairs_beside_others(case.problem)
+            or _pairs_elsewhere(case.problem)
             or case.problem.softcap > 1000
             or case.problem.dtype_name not in ("fp16", "bf16")
             or case.layout in ("odd", "broadcast")
@@ -282,11 +284,10 @@ def may_refuse(case: Case, backend: str) -> bool:
     return backend in ("q_outer", "kv_outer", "dense", "split_kv") and case.problem.dtype_name == "fp64"
 
 
-def _pairs_beside_others(problem: Problem) -> bool:
-    """A bias and a mask, one beside what bends scores, one for all keys, or one whose rows begin anywhere."""
+def _pairs_elsewhere(problem: Problem) -> bool:
+    """A bias and a mask, one for all keys, or one whose rows begin anywhere."""
     letters = (problem.bias or problem.mask).split(",")[0]
-    beside = (problem.bias and problem.mask) or problem.softcap or problem.alibi
-    return problem.pairs and bool(beside or "k" not in letters or problem.len_k % 2)
+    return problem.pairs and bool((problem.bias and problem.mask) or "k" not in letters or problem.len_k % 2)
 
 
 def _odd_dims(problem: Problem) -> bool:

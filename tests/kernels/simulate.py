@@ -31,7 +31,7 @@ from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
 
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
-PARTS = {"forward": ("build", "producer")}  # modules that belong to a kernel's
+PARTS = {"forward": ("build", "given", "producer")}  # modules that belong to a kernel's
 
 
 class Wrong(Exception):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from rowmax.kernels.gluon import names, scores
+from rowmax.kernels.gluon import given, names, scores
 
 
 def _of_warps(x):
@@ -31,7 +31,8 @@ def _towards_zero(x, factor, number):
 
 
 NAMES = {
-    **{name: getattr(scores, name).value for name in ("BOUND", "LEAST", "C1", "C2", "C3", "C4", "LOG2E", "LARGEST")},
+    **{name: getattr(scores, name).value for name in ("BOUND", "LEAST", "C1", "C2", "C3", "C4")},
+    **{name: getattr(given, name).value for name in ("LOG2E", "LARGEST")},
     "any_above": lambda x, bound: (_of_warps(x) > bound).float(),
     "warp_where": lambda wanted, x, other: torch.where(wanted != 0, torch.tensor(other), torch.as_tensor(x)),
     "tanh_where": lambda x, wanted, factor, count: torch.where(wanted != 0, torch.tanh(x * factor) / factor, x),

@@ -164,12 +164,11 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
 def _scored(problem: Problem) -> tuple[bool, Optional[float]]:
     """Whether scores are scaled before anything else, and the factor of a soft-cap's argument (`gluon/scores.py`), or None.
 
-    A scale behind the maximum must be positive; slopes are divided by it, and powers of the factor must not overflow.
+    A scale behind the maximum must be positive; slopes are divided by it, and powers of the factor must not overflow. A bias
+    is added in units of log2.
     """
-    if problem.bias:  # it has no unit but that of log2
-        return True, None
     if not problem.softcap:
-        return problem.scale <= 0 or (problem.alibi != "" and problem.scale < 1e-6), None
+        return problem.scale <= 0 or problem.bias != "" or (problem.alibi != "" and problem.scale < 1e-6), None
     return cap_factor(problem)
 
 

@@ -105,7 +105,8 @@ _TABLE = {
     256: ("128x64 s2 q1 lazy static", "128x64 s2 q1 pingpong lazy dynamic g32", "751 / 728"),
 }
 # Beside a bias or a mask, of up to 16 bits, and of 32: its tiles take the room of the second Q, and with three consumers there
-# are no registers for it. One that all queries share is a line: but for those registers tiles are as without it.
+# are no registers for it. One that all queries share is a line: but for those registers (and d256 with a soft-cap, which would
+# spill) tiles are as without it.
 _TABLE_PAIRS = {
     64: ("128x128 s3 q2 pingpong lazy dynamic g16", "128x128 s2 q2 pingpong lazy dynamic g16"),
     128: ("128x128 s2 q1 pingpong lazy dynamic g8", "128x64 s3 q1 pingpong lazy dynamic g8"),
@@ -162,8 +163,6 @@ def _refuses_pairs(problem: Problem, direction: str) -> Optional[str]:
     if len(names) > 1:
         return "takes a bias or a mask, not both"
     (name,) = names
-    if problem.softcap or problem.alibi:
-        return f"computes a {name} beside neither a soft-cap nor ALiBi"
     if "k" not in _pairs_of(problem):
         return f"takes a {name} whose last dimension is that of the keys; this one has a number for all of them"
     return None
@@ -266,7 +265,7 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     *tiles_of_row, reached = next(row for largest, row in _TABLE.items() if size <= largest)
     causal = problem.band == Band(None, 0)
     if problem.pairs:
-        line = size > 64 and "q" not in _pairs_of(problem)
+        line = 64 < size <= (192 if problem.softcap else 256) and "q" not in _pairs_of(problem)
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
         tile = HopperTile.parse(tiles_of_row[causal] if line else beside["," in problem.bias])
         return (tile,), f"beside a {'bias' if problem.bias else 'mask'}, not measured"

@@ -52,14 +52,9 @@ from rowmax.kernels.gluon.build import (
     START,
     TURNS,
 )
+from rowmax.kernels.gluon.given import LARGEST, take_given
 from rowmax.kernels.gluon.index import along
-from rowmax.kernels.gluon.layouts import (
-    column_layout,
-    out_layout,
-    row_layout,
-    score_layout,
-    weight_layout,
-)
+from rowmax.kernels.gluon.layouts import column_layout, out_layout, row_layout, score_layout, weight_layout
 from rowmax.kernels.gluon.names import as_number, opaque, scale_unless_one, store_wait, tma_store
 from rowmax.kernels.gluon.producer import producer
 from rowmax.kernels.gluon.ring import (
@@ -75,7 +70,7 @@ from rowmax.kernels.gluon.ring import (
     wait_full,
     wait_told,
 )
-from rowmax.kernels.gluon.scores import LARGEST, add_slopes, cap_scores, capped_tile, take_given, with_sink
+from rowmax.kernels.gluon.scores import add_slopes, cap_scores, capped_tile, with_sink
 from rowmax.kernels.gluon.softmax import capped_step, finish, online_step, thread_sum
 from rowmax.kernels.tile_ops import end_key, first_key
 
@@ -138,8 +133,6 @@ def _softmax(
     _q_ring, _k_ring, _v_ring, given_ring = rings
     if BUILD.PRESCALE:
         s = s * scale_log2
-    if BUILD.GIVEN != "":  # behind the last tile nobody sends any
-        s = take_given(s, given_ring, given_buffers, turn, key_tile >= 0, CONSUMER, BUILD)
     if BUILD.CAP:
         if BUILD.BANDED or FIRST:  # what is hidden has no say in how the cap is computed
             first, end = full
@@ -147,6 +140,10 @@ def _softmax(
                 own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
                 s = _mask(s, own_row, own_col, own_k, own_k - own_q, band, 0.0)
         s, top, factors = cap_scores(s, cap, 1.0 if BUILD.PRESCALE else scale_log2, BUILD.BLOCK_N // 2)
+        if BUILD.GIVEN == "bias":
+            s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
+    if BUILD.GIVEN != "":  # behind the last tile nobody sends any; before the band hides what a bias may hold there
+        s = take_given(s, given_ring, given_buffers, turn, key_tile >= 0, CONSUMER, BUILD)
     if FIRST or BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
         first, end = full
         if (key_tile < first) | (key_tile >= end):
@@ -158,16 +155,14 @@ def _softmax(
             col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
             s = _mask(s, row, col, len_k, len_k - len_q, band, float("-inf"))
     if BUILD.ALIBI != "":
-        if BUILD.CAP:
+        if BUILD.CAP and BUILD.GIVEN != "bias":
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
         own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
         s = add_slopes(s, own_row, own_col, own_k - own_q, as_number(told(slots, round, SLOTS, SLOPE)), BUILD.ALIBI == "around")
-    if BUILD.CAP and BUILD.ALIBI == "":
-        p, m, l, alpha = capped_step(
-            s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, FIRST or BUILD.BANDED, BUILD.LAZY
-        )
+    EMPTY: gl.constexpr = FIRST or BUILD.BANDED or BUILD.GIVEN != ""
+    if BUILD.CAP and BUILD.ALIBI == "" and BUILD.GIVEN != "bias":
+        p, m, l, alpha = capped_step(s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, EMPTY, BUILD.LAZY)
     else:
-        EMPTY: gl.constexpr = FIRST or BUILD.BANDED or BUILD.GIVEN != ""
         p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST, EMPTY, BUILD.LAZY)
     return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
