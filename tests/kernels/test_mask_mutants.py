@@ -1,13 +1,23 @@
 """Tests of the tests of masks, biases, dropout and functions of scores: one-line faults, each of which must be noticed."""
 
-import os
-
 import pytest
-from test_mutants import BACKWARD, CPU_FORWARD, FORWARD, killed_by, replaced
+from mutants import (
+    BACKWARD,
+    CPU_BACKWARD,
+    CPU_FORWARD,
+    CPU_PLAN,
+    FORWARD,
+    INTERPRETED,
+    KERNEL_PLAN,
+    TILE,
+    interpreted,
+    kill,
+    live,
+)
 
 GIVEN, BIAS, LAUNCH = "kernels/triton/given.py", "kernels/triton/bias.py", "kernels/scored_launch.py"
 DROPOUT = "kernels/triton/dropout.py"
-SCORES, CPU_BACKWARD, NONFINITE = "cpu/scores.py", "cpu/backward.py", "cpu/nonfinite.py"
+SCORES, NONFINITE = "cpu/scores.py", "cpu/nonfinite.py"
 KERNEL_MUTANTS = {
     "mask of the first sequence": (GIVEN, "tl.cast(b, tl.int64) * strides[0]", "0 * tl.cast(b, tl.int64)", 1),
     "bias of the first head in dK": (BACKWARD, "bias + tl.cast(member, tl.int64) * bias_strides[1]", "bias + 0 * member", 1),
@@ -38,13 +48,13 @@ DROPOUT_MUTANTS = {
     ),
     "dropout's factor left out of dV": (BACKWARD, "tl.where(keep, p * drop[3], 0.0)", "tl.where(keep, p, 0.0)", 1),
 }
-MOD, TILE_OPS = "kernels/triton/score_mod.py", "kernels/tile_ops.py"
+MOD = "kernels/triton/score_mod.py"
 MOD_MUTANTS = {
     "every sequence is the first": (MOD, "sequence = tl.cast(mod[5], tl.int32)", "sequence = 0 * tl.cast(mod[5], tl.int32)", 1),
     "numbers of the first head": (MOD, "n * mod[4] + head", "n * mod[4]", 1),
     "rows counted from the first query": (MOD, "rows = rows + shift", "rows = rows + 0 * shift", 1),
     "head of the group's first in dK": (BACKWARD, "None if mod is None else first_head + member", "first_head", 1),
-    "soft-cap's derivative forgotten": (TILE_OPS, "gain = slope if cap is None else gain * slope", "gain = slope", 1),
+    "soft-cap's derivative forgotten": (TILE, "gain = slope if cap is None else gain * slope", "gain = slope", 1),
 }
 MOD_CASES = [("b2 h2/1 q16 k18 d16 fp32 softcap=2.0 mod(everything)", "spiky", "contiguous", None)]
 CPU_MUTANTS = {
@@ -79,37 +89,30 @@ CPU_CASES = [
     ("b1 h2 q20 k20 d16 fp32 mask(qk)", "nan(q)", "contiguous", None),
     ("b1 h2 q8 k20 d16 fp32 window(3,0) mod(everything)", "normal", "contiguous", None),
 ]
-KERNEL_PLAN, CPU_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]", "tiled[8x16, 8x16, 8x16]"
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@interpreted
 @pytest.mark.parametrize("name", KERNEL_MUTANTS)
 def test_kernel_mutant_is_killed(name, tmp_path):
-    with replaced("kernels", [KERNEL_MUTANTS[name]], tmp_path):
-        assert killed_by(CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+    kill(KERNEL_MUTANTS, name, tmp_path, (CASES, KERNEL_PLAN))
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@interpreted
 @pytest.mark.parametrize("name", DROPOUT_MUTANTS)
 def test_dropout_mutant_is_killed(name, tmp_path):
-    with replaced("kernels", [DROPOUT_MUTANTS[name]], tmp_path):
-        assert killed_by(DROPOUT_CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+    kill(DROPOUT_MUTANTS, name, tmp_path, (DROPOUT_CASES, KERNEL_PLAN))
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@interpreted
 @pytest.mark.parametrize("name", MOD_MUTANTS)
 def test_mod_mutant_is_killed(name, tmp_path):
-    with replaced("kernels", [MOD_MUTANTS[name]], tmp_path):
-        assert killed_by(MOD_CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+    kill(MOD_MUTANTS, name, tmp_path, (MOD_CASES, KERNEL_PLAN))
 
 
 @pytest.mark.parametrize("name", CPU_MUTANTS)
 def test_cpu_mutant_is_killed(name, tmp_path):
-    with replaced("cpu", [CPU_MUTANTS[name]], tmp_path):
-        assert killed_by(CPU_CASES, CPU_PLAN), f"the mutant '{name}' lives"
+    kill(CPU_MUTANTS, name, tmp_path, (CPU_CASES, CPU_PLAN))
 
 
 def test_what_is_not_mutated_lives():
-    assert killed_by(CPU_CASES, CPU_PLAN) is None
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        assert killed_by(DROPOUT_CASES + MOD_CASES, KERNEL_PLAN) is None
+    live((CPU_CASES, CPU_PLAN), *([(DROPOUT_CASES + MOD_CASES, KERNEL_PLAN)] if INTERPRETED else []))

@@ -1,27 +1,21 @@
-"""Tests of the tests: one-line faults put into the real sources, each of which the acceptance rule must notice.
+"""Tests of the tests: one-line faults in the walk over tiles, each of which the rule must notice; as `mutants.py` does."""
 
-A copy of the room (`kernels` or `cpu`) gets the patch and is imported in place of the room; the cases then run as for anyone
-else. A patch that no longer applies fails, and so does a mutant that lives.
-"""
-
-import contextlib
-import importlib
-import os
-import shutil
-import sys
-from pathlib import Path
-
-import canaries
 import pytest
-
-import rowmax
-from rowmax import Problem, ops, testing
-from rowmax.plan import plan as choose
-
-PACKAGE = Path(rowmax.__file__).parent
-
-FORWARD, BACKWARD = "kernels/triton/forward.py", "kernels/triton/backward.py"
-TILE, ADDRESS, LAUNCH = "kernels/tile_ops.py", "kernels/address.py", "kernels/launch.py"
+from mutants import (
+    ADDRESS,
+    BACKWARD,
+    CPU_BACKWARD,
+    CPU_FORWARD,
+    CPU_PLAN,
+    FORWARD,
+    KERNEL_PLAN,
+    LAUNCH,
+    TILE,
+    interpreted,
+    kill,
+    live,
+    replaced,
+)
 
 # name -> (file, old, new, how often old occurs), or a list of them.
 # The forward computes rows again whose result is not finite, and so mends some faults.
@@ -187,7 +181,7 @@ KERNEL_MUTANTS = {
         "return length // block + problem.batch - 1 if problem.packed",
         1,
     ),
-    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)\n            if self", "pass\n            if self", 1),
+    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)\n        if self", "pass\n        if self", 1),
     # gradients
     "delta missing": (TILE, "return p * (dp - delta)", "return p * dp", 1),
     "gradient of the LSE dropped": (BACKWARD, "delta -= tl.load(dlse_ptr", "tl.load(dlse_ptr", 1),
@@ -236,10 +230,9 @@ CASES = [
     ("b1 h1 q16 k72 d16 fp16", "sparse_int", "contiguous", None),
     ("b1 h2 q20 k0 d16 fp16", "normal", "contiguous", None),
 ]
-KERNEL_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]"
 
 
-WALK, CPU_FORWARD, CPU_BACKWARD, HALF = "cpu/blocks.py", "cpu/forward.py", "cpu/backward.py", "cpu/half_scores.py"
+WALK, HALF = "cpu/blocks.py", "cpu/half_scores.py"
 CPU_MUTANTS = {
     "one key too many": (
         WALK,
@@ -315,85 +308,25 @@ CPU_CASES = [
     ("b1 h2 q600 k600 d64 bf16 causal", "normal", "contiguous", None),
     ("b1 h2 q600 k600 d64 bf16 causal", "v_onehot", "contiguous", None),
 ]
-CPU_PLAN = "tiled[8x16, 8x16, 8x16]"
 
 
-@contextlib.contextmanager
-def replaced(room: str, patches, directory: Path):
-    """Inside, `rowmax.<room>` is a copy of itself with `patches`, a list of (file, old, new, count), applied."""
-    shutil.copytree(PACKAGE / room, directory / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for file, old, new, count in patches:
-        path = directory / file
-        text = path.read_text()
-        assert text.count(old) == count, f"the patch of {file} no longer applies: {old!r} occurs {text.count(old)} times"
-        path.write_text(text.replace(old, new))
-    name = f"rowmax.{room}"
-    original = {key: sys.modules.pop(key) for key in list(sys.modules) if key == name or key.startswith(name + ".")}
-    attribute, cpu = getattr(rowmax, room, None), ops.cpu
-    rowmax.__path__.insert(0, str(directory))
-    importlib.invalidate_caches()
-    ops.forget()
-    try:
-        copy = importlib.import_module(name)
-        assert str(directory) in copy.__file__
-        if room == "cpu":
-            ops.cpu = copy
-        else:  # a faulty kernel must not take this process down with it
-            launch = importlib.import_module(f"{name}.launch")
-            launch._launch = canaries.guarded(launch)
-        yield
-    finally:
-        rowmax.__path__.remove(str(directory))
-        for key in [key for key in sys.modules if key == name or key.startswith(name + ".")]:
-            del sys.modules[key]
-        sys.modules.update(original)
-        ops.cpu = cpu
-        if attribute is not None:
-            setattr(rowmax, room, attribute)
-        choose.cache_clear()
-        ops.forget()  # launches of the copy
-
-
-def killed_by(cases, plan):
-    """The first case that notices, and how; None if all are content."""
-    for text, kind, layout, lengths in cases:
-        try:
-            report = testing.check(Problem.parse(text), kind, layout=layout, lengths=lengths, plan=plan)
-        except Exception as error:
-            return f"'{text}' {kind}: {type(error).__name__}"
-        if not report.ok:
-            return str(report)
-    return None
-
-
-@pytest.fixture
-def interpreted():
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("the kernels are mutated in the interpreter")
-
-
-@pytest.mark.usefixtures("interpreted")
+@interpreted
 @pytest.mark.parametrize("name", KERNEL_MUTANTS)
 def test_kernel_mutant_is_killed(name, tmp_path):
-    patches = KERNEL_MUTANTS[name]
-    with replaced("kernels", patches if isinstance(patches, list) else [patches], tmp_path):
-        assert killed_by(CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+    kill(KERNEL_MUTANTS, name, tmp_path, (CASES, KERNEL_PLAN))
 
 
-@pytest.mark.usefixtures("interpreted")
+@interpreted
 def test_the_kernels_themselves_live(tmp_path):
     with replaced("kernels", [], tmp_path):
-        assert killed_by(CASES, KERNEL_PLAN) is None
+        live((CASES, KERNEL_PLAN))
 
 
 @pytest.mark.parametrize("name", CPU_MUTANTS)
 def test_cpu_mutant_is_killed(name, tmp_path):
-    patches = CPU_MUTANTS[name]
-    with replaced("cpu", patches if isinstance(patches, list) else [patches], tmp_path):
-        assert killed_by(CASES, CPU_PLAN) or killed_by(CPU_CASES, "tiled"), f"the mutant '{name}' lives"
+    kill(CPU_MUTANTS, name, tmp_path, (CASES, CPU_PLAN), (CPU_CASES, "tiled"))
 
 
 def test_the_cpu_path_itself_lives(tmp_path):
     with replaced("cpu", [], tmp_path):
-        assert killed_by(CASES, CPU_PLAN) is None
-        assert killed_by(CPU_CASES, "tiled") is None
+        live((CASES, CPU_PLAN), (CPU_CASES, "tiled"))

@@ -1,10 +1,8 @@
-"""One-line faults put into the kernels of serving, each of which the suite's cases must notice; as `test_mutants.py`."""
-
-import os
+"""One-line faults put into the kernels of serving, each of which the suite's cases must notice; as `mutants.py` does."""
 
 import pytest
 import torch
-from test_mutants import replaced
+from mutants import interpreted, replaced
 
 import rowmax
 from rowmax import PagedProblem, Problem, ops_paged, testing
@@ -12,7 +10,7 @@ from rowmax.paged import AppendOperands
 from rowmax.testing import check_forward, paged
 from rowmax.testing.memory import poisoned
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+pytestmark = interpreted
 
 DECODE, COMBINE, PARTS = (f"kernels/triton/{name}.py" for name in ("decode", "combine", "parts"))
 APPEND, MERGE = "kernels/triton/append.py", "kernels/triton/merge.py"

@@ -1,9 +1,7 @@
 """Tests of the tests of sink tokens, prefixes and chunks: one-line faults, each of which must be noticed."""
 
-import os
-
 import pytest
-from test_mutants import TILE, killed_by, replaced
+from mutants import CPU_PLAN, KERNEL_PLAN, TILE, interpreted, kill
 
 BIAS, WALK, NONFINITE = "kernels/triton/bias.py", "cpu/blocks.py", "cpu/nonfinite.py"
 KERNEL_MUTANTS = {
@@ -52,17 +50,14 @@ CPU_CASES = [
     ("b1 h1 q20 k40 d16 fp32 window(3,0) sink_tokens=22", "nan(v)", "contiguous", None),
     ("b1 h1 q40 k40 d16 fp32 window(3,0) sink_tokens=30", "nan(v)", "contiguous", None),
 ]
-KERNEL_PLAN, CPU_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]", "tiled[8x16, 8x16, 8x16]"
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@interpreted
 @pytest.mark.parametrize("name", KERNEL_MUTANTS)
 def test_kernel_mutant_is_killed(name, tmp_path):
-    with replaced("kernels", [KERNEL_MUTANTS[name]], tmp_path):
-        assert killed_by(CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+    kill(KERNEL_MUTANTS, name, tmp_path, (CASES, KERNEL_PLAN))
 
 
 @pytest.mark.parametrize("name", CPU_MUTANTS)
 def test_cpu_mutant_is_killed(name, tmp_path):
-    with replaced("cpu", [CPU_MUTANTS[name]], tmp_path):
-        assert killed_by(CPU_CASES, CPU_PLAN), f"the mutant '{name}' lives"
+    kill(CPU_MUTANTS, name, tmp_path, (CPU_CASES, CPU_PLAN))

@@ -1,9 +1,21 @@
 """Tests of the tests of bent scores: one-line faults in what soft-cap, ALiBi and sinks add, each of which must be noticed."""
 
-import os
-
 import pytest
-from test_mutants import ADDRESS, BACKWARD, CPU_BACKWARD, CPU_FORWARD, FORWARD, LAUNCH, TILE, killed_by, replaced
+from mutants import (
+    ADDRESS,
+    BACKWARD,
+    CPU_BACKWARD,
+    CPU_FORWARD,
+    CPU_PLAN,
+    FORWARD,
+    INTERPRETED,
+    KERNEL_PLAN,
+    LAUNCH,
+    TILE,
+    interpreted,
+    kill,
+    live,
+)
 
 SCORES, SCORED_LAUNCH = "cpu/scores.py", "kernels/scored_launch.py"
 KERNEL_MUTANTS = {
@@ -82,25 +94,18 @@ CPU_CASES = [
     ("b1 h2 q300 k300 d64 bf16 alibi", "v_onehot", "contiguous", None),
     ("b1 h2 q20 k20 d16 fp32 sink", "shift(-1000)", "contiguous", None),
 ]
-KERNEL_PLAN, CPU_PLAN = "q_outer[16x16 w4 s2, 16x16 w4 s2, 16x16 w4 s2]", "tiled[8x16, 8x16, 8x16]"
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are mutated in the interpreter")
+@interpreted
 @pytest.mark.parametrize("name", KERNEL_MUTANTS)
 def test_kernel_mutant_is_killed(name, tmp_path):
-    with replaced("kernels", [KERNEL_MUTANTS[name]], tmp_path):
-        assert killed_by(CASES, KERNEL_PLAN), f"the mutant '{name}' lives"
+    kill(KERNEL_MUTANTS, name, tmp_path, (CASES, KERNEL_PLAN))
 
 
 @pytest.mark.parametrize("name", CPU_MUTANTS)
 def test_cpu_mutant_is_killed(name, tmp_path):
-    patches = CPU_MUTANTS[name]
-    with replaced("cpu", patches if isinstance(patches, list) else [patches], tmp_path):
-        assert killed_by(CASES, CPU_PLAN) or killed_by(CPU_CASES, "tiled"), f"the mutant '{name}' lives"
+    kill(CPU_MUTANTS, name, tmp_path, (CASES, CPU_PLAN), (CPU_CASES, "tiled"))
 
 
 def test_what_is_not_mutated_lives():
-    assert killed_by(CASES, CPU_PLAN) is None
-    assert killed_by(CPU_CASES, "tiled") is None
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        assert killed_by(CASES, KERNEL_PLAN) is None
+    live((CASES, CPU_PLAN), (CPU_CASES, "tiled"), *([(CASES, KERNEL_PLAN)] if INTERPRETED else []))
