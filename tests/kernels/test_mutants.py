@@ -181,7 +181,7 @@ KERNEL_MUTANTS = {
         "return length // block + problem.batch - 1 if problem.packed",
         1,
     ),
-    "LSE of no keys is not filled": (LAUNCH, "lse.fill_(-torch.inf)\n        if self", "pass\n        if self", 1),
+    "LSE of no keys is not filled": (LAUNCH, "    lse.fill_(-torch.inf)\n", "    pass\n", 1),
     # gradients
     "delta missing": (TILE, "return p * (dp - delta)", "return p * dp", 1),
     "gradient of the LSE dropped": (BACKWARD, "delta -= tl.load(dlse_ptr", "tl.load(dlse_ptr", 1),
