@@ -28,6 +28,7 @@ import record
 import timing
 from calls import make_operands
 from rowmax import Device, PagedProblem, Problem, attention, attention_paged, attention_shared, plan, prepare_paged
+from rowmax.plan import latent
 from rowmax.problem import Operands
 from rowmax.testing import check_forward, paged
 
@@ -179,21 +180,22 @@ def _paged_rows(text: str, lengths: list[int], device: torch.device, options) ->
         seqlens = torch.tensor(keys, dtype=torch.int32, device=device)
         q = torch.randn(problem.batch, 1, problem.heads_q, problem.dim_qk, device=device, dtype=problem.dtype)
 
-        def call(q=q, k=k, v=v, table=table, seqlens=seqlens):
-            return attention_paged(q, k, v, table, seqlens)
-
+        plans = {"rowmax": str(plan(problem, Device.of(device)))}
+        if shared and not latent.refuses(problem, Device.of(device), "forward"):
+            plans["rowmax latent"] = str(plan(problem, Device.of(device), prefer="latent"))
+            plans["rowmax split_kv"] = str(plan(problem, Device.of(device), prefer="split_kv"))
         small = [min(n, 700) for n in keys[:8]]  # the same kernel on fewer keys, against the definition
-        report = paged.check_paged(
-            problem.with_(batch=8, len_k=704),
-            [(1, n) for n in small],
-            device=device,
-            plan=str(plan(problem, Device.of(device))),
-        )
-        if not report.ok:
-            print(f"  WRONG {report}", file=sys.stderr)
-            continue
-        call()
-        rows += time_rows(f"{problem} {name}", {"rowmax": call}, bytes_moved(problem, sum(keys)), device, options)
+        few, lengths_of_few = problem.with_(batch=8, len_k=704), [(1, n) for n in small]
+        calls = {}
+        for who, spelled in plans.items():
+            report = paged.check_paged(few, lengths_of_few, device=device, plan=spelled, shared=shared)
+            if report.ok:
+                calls[who] = paged_call(q, (k, v, table, seqlens), spelled)
+                calls[who]()
+            else:
+                print(f"  WRONG {who} {report}", file=sys.stderr)
+        if calls:
+            rows += time_rows(f"{problem} {name}", calls, bytes_moved(problem, sum(keys)), device, options)
         del k, v
         torch.cuda.empty_cache()
     return rows

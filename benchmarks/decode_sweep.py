@@ -17,6 +17,7 @@ import torch
 from calls import make_operands
 from decode import EIGHT_BITS, LATENT, SHAPES, bytes_moved, in_pages, paged_call, right, time_rows, write
 from rowmax import Device, PagedProblem, Problem, attention
+from rowmax.plan import latent
 from rowmax.problem import Operands
 
 BUILDERS = 16  # processes
@@ -48,6 +49,7 @@ INVARIANT = (
     "32x64 w4 s3 c8",
 )
 LATENT_TILES = ("32x32 w8 s2", "32x64 w8 s2", "64x32 w8 s2", "64x32 w8 s3", "64x64 w8 s1", "64x64 w8 s2")
+LATENT_HOPPER = ("64x64 w4 s5", "64x64 w4 s4")  # of the kernel for Hopper
 EIGHT_BITS_TILES = ("16x64 w4 s3", "16x64 w4 s4", "16x64 w4 s5", "16x64 w2 s3", "16x128 w8 s3", "16x64 w8 s3")
 
 # What `--short` times: by number of the shape, tiles with their parts. The first of each is what the plan takes.
@@ -268,7 +270,11 @@ def _latent(device: torch.device, filled: bool = True) -> _Cache:
 def _latent_variants(cache: _Cache, short: bool) -> dict[str, Callable]:
     sms = Device.of(cache.q).sms
     tiles, shares = (SHORT_LATENT, (2,)) if short else (LATENT_TILES, (1, 2, 4))
-    return {f"[{tile} p{n * sms}]": cache.call(f"split_kv[{tile} p{n * sms}]") for tile in tiles for n in shares}
+    found = {f"[{tile} p{n * sms}]": cache.call(f"split_kv[{tile} p{n * sms}]") for tile in tiles for n in shares}
+    if not latent.refuses(cache.problem, Device.of(cache.q), "forward"):
+        spelled = [f"[{tile} p{n * sms}]" for tile in LATENT_HOPPER for n in ((1,) if short else (1, 2, 3))]
+        found |= {f"latent {tile}": cache.call(f"latent{tile}") for tile in spelled}
+    return found
 
 
 def _first(cache: _Cache, scale: float) -> tuple[Problem, Operands]:

@@ -97,6 +97,41 @@ def multi_head_latent_attention_reads_its_memory_once():
             assert report.ok, str(report)
 
 
+LATENT = (
+    ("b1 h64/1 q1 k8192 d576/512 bf16 causal paged64", [(1, 8192)]),
+    ("b40 h128/1 q1 k4096 d576/512 bf16 causal paged64", [(1, 4096 - 97 * i) for i in range(40)]),
+    ("b6 h128/1 q1 k1024 d576/512 fp16 causal paged128", [(1, n) for n in (1000, 0, 65, 1, 640, 64)]),
+    ("b2 h64/1 q3 k512 d576/512 fp16 causal paged64", [(3, 449), (3, 2)]),
+    ("b2 h192/1 q5 k512 d576/512 bf16 paged64", [(5, 449), (5, 66)]),
+    ("b4 h128/1 q9 k2048 d576/512 bf16 causal packed paged64", [(5, 2000), (0, 66), (1, 300), (2, 1)]),
+)
+
+
+@check
+def latent_attention_has_a_hopper_kernel():
+    """By the definition, and bitwise the same in a replay."""
+    if rowmax.Device.of(torch.device("cuda")).capability != (9, 0):
+        return
+    for text, lengths in LATENT:
+        problem = PagedProblem.parse(text)
+        for tile in ("64x64 w4 s5 p132", "64x64 w4 s4 p132", "64x64 w4 s5 x3"):
+            for kind in ("normal", "spiky", "nan(k)"):
+                options = {"plan": f"latent[{tile}]", "device": "cuda", "shared": True}
+                report = paged.check_paged(problem, lengths, kind, **options)
+                assert report.ok, f"latent[{tile}]: {report}"
+    problem = PagedProblem.parse("b64 h128/1 q1 k8192 d576/512 bf16 causal paged64")
+    given, flat, packed = paged.paged_operands(problem, [(1, n) for n in zipf(64, 8192)], device="cuda", shared=True)
+    results = paged.attend_paged(problem, given, "latent")
+    report = testing.check_forward(flat, packed, *paged.as_packed(problem, *results))
+    assert report.ok, str(report)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = paged.attend_paged(problem, given, "latent")
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(again, results, strict=True)), "a replay differs"
+
+
 @check
 def dense_decoding_is_right():
     """Few queries and many keys of `rowmax.attention`, which the plan gives to the same kernels."""

@@ -63,8 +63,11 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     return names | {"warpgroup_mma": fenced, "share_layout": lambda *_: None}
 
 
-def attend(problem: PagedProblem, operands: PagedOperands, tile: SplitTile, *, need_lse=True, seed=0, late=False, mutants=()):
-    """`(out, lse)` of the launcher's kernels. `mutants`: replacements of text in the source of the one in Gluon."""
+def attend(
+    problem: PagedProblem, operands: PagedOperands, tile: SplitTile, *, need_lse=True, seed=0, late=False, mutants=(), **changes
+):
+    """`(out, lse)` of the launcher's kernels. `mutants`: replacements of text in the source of the one in Gluon; `changes`: of
+    its `Build`."""
     out_shape, lse_shape = problem.outputs()
     out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
     lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
@@ -75,6 +78,7 @@ def attend(problem: PagedProblem, operands: PagedOperands, tile: SplitTile, *, n
     launch._launch(out.device, first)
     arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
+    vars(build).update(changes)
     code = simulate.sources(*mutants, kernel="latent")
     for program in random.Random(seed).sample(range(call.programs), call.programs):
         names = language(Machine(seed + program, late), program, call.programs)

@@ -1,6 +1,26 @@
 """Decoding with latent attention (MLA) on Hopper: 64 rows of one query against a part of its sequence's keys, in pages.
 
-m = rowmax(S),  l = rowsum(2^(S - m)),  acc = 2^(S - m) V      S = scale log2(e) Q K^T,  V = the first 512 of K's 576 columns
+    m = rowmax(S),  l = rowsum(2^(S - m)),  acc = 2^(S - m) V    S = scale log2(e) Q K^T,  V = the first 512 of K's 576 columns
+
+A block has four parts: a producer warp fetches K; the scorer, a warpgroup, computes P = 2^(S - m) and all that belongs to rows;
+two multipliers, a warpgroup each, multiply it with the left and the right 256 columns of V, 128 registers of sums in a thread.
+P and the factors of the sums go through shared memory. Launched by `kernels/latent_launch.py`; programs are told what to do by
+`triton/work.py`, and partial results are joined by `triton/combine.py`.
+Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding" (2023); the online softmax is that of `forward.py`. The shape is our own.
+
+Cycles of a multiprocessor for 64 rows and 64 keys, counted (tensor cores 4096 FLOP, shared memory 128 bytes a cycle):
+
+    tensor cores     Q K^T 36 x 32 = 1152, P V 16 x 64 = 1024: 2176; 600 TFLOP/s of the chip at 1.7 GHz are 3330
+    shared memory    K written once 576, read by Q K^T 576, by P V 512; Q 320 (all of it from shared memory: 576); P 192: 2176
+
+With S cut in two, 32 keys for each of two warpgroups that also have the sums, Q would be read twice as often, 2880 in all, and
+everybody would wait for both row maxima. With roles P V of a tile runs beside Q K^T of the next and has nothing to wait for
+but P. `HELD`: the left 256 columns of Q stay in the scorer's registers, and the place they came in is one more half of V.
+`EARLY` instead: the scorer issues Q K^T of the next tile before the exponentials of this one.
+
+K comes as 64 and twice 256 columns, whose buffers are given back by the last who reads them: 64 by the scorer, the halves by
+the multipliers, for whom P is the sign that the scorer is done with them. 72 KiB every 3330 cycles on all multiprocessors are
+5 TB/s, more than HBM has: programs with the two row tiles of a sequence of 128 heads stand side by side, so that L2 serves one.
 """
 
 from dataclasses import dataclass
@@ -39,6 +59,18 @@ PART = gl.constexpr(2)
 
 @dataclass(frozen=True)
 class Build:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        PER_PAGE: tiles of keys in a page.
+        HELD: Q's first columns are held in registers.
+        HALVES, ROPES: halves of V, and last columns of K, in flight.
+        REGISTERS, SCORER_REGISTERS, PRODUCER_REGISTERS: of one thread.
+        AHEAD: tiles that are fetched into L2 so far ahead; 0: none. Takes pages whose keys lie side by side.
+        EARLY: scores of a tile are computed during the exponentials of the one before.
+        FIRST: turns of the halves' ring before K.
+    """
+
     PER_PAGE: int
     NEED_LSE: bool
     HELD: bool
@@ -48,6 +80,7 @@ class Build:
     SCORER_REGISTERS: int
     PRODUCER_REGISTERS: int
     AHEAD: int = 0
+    EARLY: bool = False
     FIRST: int = 0
 
     def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
@@ -65,6 +98,7 @@ def prefetch(pointers, size, _semantic=None, _generator=None):
 
 @gluon.jit
 def _far(work, FIELD: gl.constexpr):
+    """What this program is told."""
     return gl.load(work + gl.program_id(0) * FIELDS + FIELD)
 
 
@@ -75,6 +109,7 @@ def _of(work, FIELD: gl.constexpr):
 
 @gluon.jit
 def _page(table, tile, pages, BUILD: gl.constexpr):
+    """Of a tile of keys."""
     return clamp(gl.load(table + tile // BUILD.PER_PAGE), 0, pages - 1).to(gl.int32)
 
 
@@ -90,6 +125,7 @@ def _fetch(ring, buffers, source, place, turn, STAGES: gl.constexpr):
 
 @gluon.jit
 def _producer(work, k_ptr, page_stride, table, table_stride, pages, sources, buffers, rings, BUILD: gl.constexpr):
+    """Fetches Q, then K; the page of a tile is looked up a tile ahead."""
     q_source, q_rope_source, k_source, k_rope_source = sources
     halves, ropes, q_left, q_right, q_rope, _weights, _alphas = buffers
     half_ring, rope_ring, q_left_ring, q_ring, q_rope_ring, _weight_ring = rings
@@ -147,14 +183,51 @@ def _clear(v, count):
 
 
 @gluon.jit
+def _scores(q, j, wanted, buffers, rings, BUILD: gl.constexpr):
+    """Q K^T of a tile, issued but not awaited, in the order in which K arrives. Not `wanted`: of whatever lies there."""
+    halves, ropes, _q_left, _q_right, _q_rope, _weights, _alphas = buffers
+    half_ring, rope_ring, _q_left_ring, _q_ring, _q_rope_ring, _weight_ring = rings
+    left, right, rope = q
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, score_layout(KEYS))
+    turn = BUILD.FIRST + 2 * j
+    wait_full(rope_ring, j, BUILD.ROPES, wanted)
+    k = ropes.index(buffer_of(j, BUILD.ROPES)).reshape([KEYS, ROPE])
+    s = warpgroup_mma(rope, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    wait_full(half_ring, turn, BUILD.HALVES, wanted)
+    s = warpgroup_mma(left, _half(halves, turn, BUILD).permute((1, 0)), s, is_async=True)
+    wait_full(half_ring, turn + 1, BUILD.HALVES, wanted)
+    return warpgroup_mma(right, _half(halves, turn + 1, BUILD).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _give_weights(s, m, l, j, behind, scale_log2, buffers, rings, BUILD: gl.constexpr):
+    """`(m, l)`. `behind`: keys from this tile's first one to the end."""
+    halves, _ropes, _q_left, _q_right, _q_rope, weights, alphas = buffers
+    _half_ring, _rope_ring, _q_left_ring, _q_ring, _q_rope_ring, weight_ring = rings
+    s = s * scale_log2
+    if behind < KEYS:
+        cols = gl.arange(0, KEYS, layout=column_layout(score_layout(KEYS)))
+        s = gl.where(gl.expand_dims(cols < behind, 0), s, float("-inf"))
+    p, m, l, alpha = online_step(s, m, l, 1.0, False, True, True)
+    wait_empty(weight_ring, j, 1)
+    alphas.index(0).store(alpha)
+    weights.index(0).store(p.to(weights.dtype))
+    if behind < KEYS:
+        _clear(_half(halves, BUILD.FIRST + 2 * j, BUILD), behind)
+        _clear(_half(halves, BUILD.FIRST + 1 + 2 * j, BUILD), behind)
+    give(weight_ring, j, 1)
+    return m, l
+
+
+@gluon.jit
 def _scorer(work, lse_ptr, part_ptr, scale_log2, buffers, rings, BUILD: gl.constexpr):
-    halves, ropes, q_left, q_right, q_rope, weights, alphas = buffers
+    """P of every tile with what the sums are to be multiplied by before it is added; at the end 1 / l, and LSE or m and l."""
+    halves, _ropes, q_left, q_right, q_rope, _weights, alphas = buffers
     half_ring, rope_ring, q_left_ring, q_ring, q_rope_ring, weight_ring = rings
     turns = _of(work, TURNS)
     end = _of(work, END)
     first = _of(work, LOW) * KEYS
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, score_layout(KEYS))
-    l = thread_sum(zeros)
+    l = thread_sum(gl.zeros([ROWS, KEYS], gl.float32, score_layout(KEYS)))
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(score_layout(KEYS)))
     if turns > 0:
         zero = turns * 0
@@ -169,29 +242,21 @@ def _scorer(work, lse_ptr, part_ptr, scale_log2, buffers, rings, BUILD: gl.const
         wait_full(q_rope_ring, zero, 1)
         right = q_right.index(0).reshape([ROWS, HALF])
         rope = q_rope.index(0).reshape([ROWS, ROPE])
-        for j in range(turns):
-            wait_full(rope_ring, j, BUILD.ROPES)
-            k = ropes.index(buffer_of(j, BUILD.ROPES)).reshape([KEYS, ROPE])
-            s = warpgroup_mma(rope, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            wait_full(half_ring, BUILD.FIRST + 2 * j, BUILD.HALVES)
-            s = warpgroup_mma(left, _half(halves, BUILD.FIRST + 2 * j, BUILD).permute((1, 0)), s, is_async=True)
-            wait_full(half_ring, BUILD.FIRST + 1 + 2 * j, BUILD.HALVES)
-            s = warpgroup_mma(right, _half(halves, BUILD.FIRST + 1 + 2 * j, BUILD).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
-            release(rope_ring, j, BUILD.ROPES)
-            s = s * scale_log2
-            behind = end - first - j * KEYS
-            if behind < KEYS:
-                cols = gl.arange(0, KEYS, layout=column_layout(score_layout(KEYS)))
-                s = gl.where(gl.expand_dims(cols < behind, 0), s, float("-inf"))
-            p, m, l, alpha = online_step(s, m, l, 1.0, False, True, True)
-            wait_empty(weight_ring, j, 1)
-            alphas.index(0).store(alpha)
-            weights.index(0).store(p.to(weights.dtype))
-            if behind < KEYS:
-                _clear(_half(halves, BUILD.FIRST + 2 * j, BUILD), behind)
-                _clear(_half(halves, BUILD.FIRST + 1 + 2 * j, BUILD), behind)
-            give(weight_ring, j, 1)
+        q = (left, right, rope)
+        if BUILD.EARLY:
+            s = warpgroup_mma_wait(0, deps=[_scores(q, zero, True, buffers, rings, BUILD)])
+            release(rope_ring, zero, BUILD.ROPES)
+            for j in range(turns):
+                following = _scores(q, j + 1, j + 1 < turns, buffers, rings, BUILD)
+                m, l = _give_weights(s, m, l, j, end - first - j * KEYS, scale_log2, buffers, rings, BUILD)
+                s = warpgroup_mma_wait(0, deps=[following])
+                if j + 1 < turns:
+                    release(rope_ring, j + 1, BUILD.ROPES)
+        else:
+            for j in range(turns):
+                s = warpgroup_mma_wait(0, deps=[_scores(q, j, True, buffers, rings, BUILD)])
+                release(rope_ring, j, BUILD.ROPES)
+                m, l = _give_weights(s, m, l, j, end - first - j * KEYS, scale_log2, buffers, rings, BUILD)
     inverse, lse = finish(m, gl.convert_layout(gl.sum(l, 1), m.type.layout), 1.0)
     wait_empty(weight_ring, turns, 1)
     alphas.index(0).store(inverse)
@@ -226,6 +291,7 @@ def _store(acc, inverse, first, work, o_ptr, part_ptr, kind):
 
 @gluon.jit
 def _multiplier(work, o_ptr, part_ptr, buffers, rings, WHICH: gl.constexpr, BUILD: gl.constexpr):
+    """One half of O. P is copied to registers, so that its place is free at once."""
     halves, _ropes, _q_left, _q_right, _q_rope, weights, alphas = buffers
     half_ring, _rope_ring, _q_left_ring, _q_ring, _q_rope_ring, weight_ring = rings
     turns = _of(work, TURNS)
@@ -256,10 +322,15 @@ def _multiplier(work, o_ptr, part_ptr, buffers, rings, WHICH: gl.constexpr, BUIL
 def latent_kernel(
     q_source, q_rope_source,  # descriptors of [B, H, T, D], a packed tensor with B = 1
     k_source, k_rope_source,  # of [page, slot, 1, D]
-    k_ptr, o_ptr, lse_ptr, part_ptr, table_ptr, work_ptr,
+    k_ptr,  # the pages once more, to fetch them into L2
+    o_ptr, lse_ptr,  # as `triton/work.py` says where; None: no LSE
+    part_ptr,  # fp32, as of `triton/decode.py`; any pointer where no item has several parts
+    table_ptr,  # [B, columns]
+    work_ptr,  # int64 [programs, FIELDS]
     page_stride, table_stride, scale_log2, pages,
     BUILD: gl.constexpr,
 ):  # fmt: skip
+    """A program does what it is told."""
     dtype: gl.constexpr = q_source.dtype
     halves = gl.allocate_shared_memory(dtype, [BUILD.HALVES, 1, KEYS, 1, HALF], k_source.layout)
     ropes = gl.allocate_shared_memory(dtype, [BUILD.ROPES, 1, KEYS, 1, ROPE], k_rope_source.layout)
