@@ -8,7 +8,8 @@ from rowmax.testing import paged
 from test_paged import BACKENDS
 
 LENGTH, QUERIES = 75, 7
-PLANS = ["gathered", *(f"split_kv[16x16 w4 s1 {how}2]" for how in "cr" if "split_kv" in BACKENDS)]
+# Parts of 32 keys, in turn; of 16, 16, 32, 32, 64 and so on, side by side, and joined in the same launch.
+PLANS = ["gathered", *(f"split_kv[16x16 w4 s1 {how}]" for how in ("r2", "c1d2", "c1d1 once") if "split_kv" in BACKENDS)]
 WINDOWS = {"causal": {"causal": True}, "window": {"causal": False, "window": (40, 0)}}
 
 
@@ -54,12 +55,42 @@ def test_a_query_gives_the_same_bits_in_every_company(spelled, window):
 
 
 @pytest.mark.skipif("split_kv" not in BACKENDS, reason="needs Triton's interpreter")
-def test_parts_in_turn_give_the_bits_of_parts_side_by_side():
+@pytest.mark.parametrize("parts", ["2", "1d1", "1d2"])
+def test_parts_in_turn_give_the_bits_of_parts_side_by_side(parts):
     problem = PagedProblem.parse("b2 h4/2 q3 k96 d16 fp16 causal paged8 invariant")
     given = paged.paged_operands(problem, [(3, 90), (3, 17)])[0]
-    side_by_side, in_turn = (paged.attend_paged(problem, given, f"split_kv[16x16 w4 s1 {how}2]") for how in "cr")
-    for one, other in zip(side_by_side, in_turn, strict=True):
-        assert torch.equal(one, other)
+    wanted, *others = (
+        paged.attend_paged(problem, given, f"split_kv[{rows}x16 w4 s1 {how}]")
+        for rows, how in ((16, f"r{parts}"), (16, f"c{parts}"), (32, f"c{parts}"), (16, f"c{parts} once"))
+    )
+    for other in others:
+        for one, another in zip(wanted, other, strict=True):
+            assert torch.equal(one, another)
+
+
+@pytest.mark.skipif("split_kv" not in BACKENDS, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("window", [{"causal": True}, {"causal": False, "window": (37, 0)}])
+def test_a_sequence_keeps_its_bits_as_it_grows_over_every_boundary(window):
+    """Parts of 16, 32, 64 and 128 keys. Steps of a token and of three, all of them sequences of one call over one sequence's
+    pages, against the prompt in one piece."""
+    length = 117
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    pages = [torch.randn(15, 8, 2, dim, generator=generator) for dim in (16, 8)]
+    row, q = torch.randperm(15, generator=generator).to(torch.int32), torch.randn(length, 4, 16)
+    options = {"batch_invariant": True, "return_lse": True, **window}
+    out, lse = attention_paged(
+        *(q, *pages, row[None], torch.tensor([length], dtype=torch.int32)),
+        cu_seqlens_q=torch.tensor([0, length]), plan="split_kv[32x16 w4 s1 r1d1]", **options,
+    )  # fmt: skip
+    for queries in (1, 3):
+        ends = torch.tensor([n + i for n in (16, 48, 112) for i in (-1, 0, 1, 2, 3)] + [3, length], dtype=torch.int32)
+        rows = ends[:, None] - queries + torch.arange(queries)
+        got, got_lse = attention_paged(
+            q[rows], *pages, row.expand(len(ends), -1), ends, plan="split_kv[16x16 w4 s1 c1d1]", **options
+        )
+        assert torch.equal(got, out[rows])
+        assert torch.equal(got_lse.transpose(1, 2), lse.T[rows])
 
 
 @pytest.mark.parametrize("spelled", PLANS)
@@ -81,7 +112,7 @@ def test_the_plan_has_one_tile_for_all_calls_of_a_kind():
         tile = chosen.tiles[0]
         assert tile.how in "cr"
         assert tile.block_m <= 32
-        tiles.add((tile.block_n, tile.warps, tile.parts))
+        tiles.add((tile.block_n, tile.warps, tile.parts, tile.doubles))
     assert len(tiles) == 1
 
 

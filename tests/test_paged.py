@@ -224,8 +224,8 @@ def test_nothing_else_reads_pages():
 
 
 def test_a_tile_is_spelled():
-    for text in ("16x64 w4 s3 x8", "64x32 w8 s2 p264", "64x32 w8 s2 c32"):
+    for text in ("16x64 w4 s3 x8", "64x32 w8 s2 p264", "64x32 w8 s2 c32", "16x64 w4 s4 r8d24", "16x64 w4 s4 c8d3 once"):
         assert str(rowmax.Plan.parse(f"split_kv[{text}]").tiles[0]) == text
-    for wrong in ("16x64 w4 s3", "16x64 w4 s3 y8", "16x64 x8"):
+    for wrong in ("16x64 w4 s3", "16x64 w4 s3 y8", "16x64 x8", "16x64 w4 s3 x8d2"):
         with pytest.raises(ProblemError, match="no tile of split_kv"):
             rowmax.Plan.parse(f"split_kv[{wrong}]")

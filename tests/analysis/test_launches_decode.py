@@ -81,3 +81,15 @@ def test_one_launch_saves_a_launch_and_joins_the_parts_all_the_same():
     assert 16 * one.launches[1].blocks == one.launches[1].turns
     assert one.terms["launch"] == Constants().launch_s == two.terms["launch"] - Constants().next_s
     assert two.seconds - 2 * Constants().next_s < one.seconds < two.seconds
+
+
+def test_fixed_parts_double_and_the_last_are_launched_first():
+    problem = PagedProblem.parse("b1 h32/8 q1 k131072 d128 bf16 causal paged16 invariant")
+    decode, combine = launched(problem, "split_kv[16x64 w4 s4 c8d24]")
+    assert decode.tasks == ((8 * 11, 64, 64), (8 * 24, 32, 32), (8 * 24, 16, 16), (8 * 24, 8, 8))
+    assert combine.turns == 32 * (3 * 24 + 11)
+    (decode,) = launched(problem, "split_kv[16x64 w4 s4 r8d24]")
+    assert decode.tasks == ((8, 2048, 2048),)
+    windowed = PagedProblem.parse("b1 h32/8 q1 k8192 d128 bf16 window(1000,0) paged16 invariant")
+    decode, _ = launched(windowed, "split_kv[16x64 w4 s4 c8]")  # keys 7191 to 8191, tiles 112 to 127
+    assert decode.tasks == ((16, 8, 8),)

@@ -31,6 +31,7 @@ CASES = {  # spelling, queries and keys of each sequence, kind, tile, scales of 
     "pairs": ("b1 h4/2 q1 k32 d32 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", False),
     "pairs of pages": ("b1 h4/2 q1 k32 d32 bf16 causal paged16 e4m3", [(1, 30)], "normal", "16x16 w4 s1 x1", True),
     "fixed": ("b1 h2 q1 k48 d16 fp32 causal paged16 invariant", [(1, 43)], "normal", "16x16 w4 s1 c2", False),
+    "doubling": ("b1 h2 q1 k80 d16 fp32 causal paged16 invariant", [(1, 75)], "normal", "16x16 w4 s1 c1d1", False),
 }
 
 SCORES = {"sink": "b1 h4/2 q1 k40 d16 fp32 softcap=2.0 sink", "alibi": "b2 h4/2 q1 k20 d16 fp32 alibi(batch)"}
@@ -91,7 +92,11 @@ MUTANTS = {  # name -> case, file, old, new, how often old occurs
     "maximum for sum": ("one", COMBINE, "tl.load(part_ptr + line + behind,", "tl.load(part_ptr + line,", 1),
     "combined rows of one token": ("few", COMBINE, "tokens = begin + row // GROUP", "tokens = begin + row * 0", 1),
     "sum not rescaled": ("one", PARTS, "tl.fma(l_j, other, l * mine)", "tl.fma(l_j, other, l)", 1),
-    "last fixed part": ("fixed", PARTS, "tl.cdiv(end, SIZE)", "end // SIZE", 1),
+    "last fixed part": ("fixed", PARTS, "tl.cdiv(end, BLOCK_N) - 1, 0)", "end // BLOCK_N - 1, 0)", 1),
+    "one fixed part fewer": ("fixed", PARTS, "last + 1, first)", "last, first)", 1),
+    "all end as the first": ("doubling", DECODE, "first_tile(number + 1, FIXED, DOUBLES)", "FIXED * (number + 1)", 1),
+    "a fixed part twice": ("doubling", DECODE, "part = back\n", "part = back * 0\n", 1),
+    "fixed parts joined backwards": ("in turn", DECODE, "slot += tl.cast(back - part,", "slot += 0 * tl.cast(back - part,", 1),
     # numbers
     "what one row does not see": ("nan", DECODE, "if any_of(acc != acc) > 0:", "if any_of(acc != acc) > 1000000:", 1),
     "scale of the first head": (
@@ -140,6 +145,8 @@ def noticed(case: str):
             return _append()
         if case == "merge":
             return _merge()
+        if case == "in turn":
+            return _in_turn()
         if case in SCORES:
             report = testing.check(Problem.parse(SCORES[case]), plan="split_kv[16x16 w4 s1 x2]", backward=False)
             return None if report.ok else str(report)
@@ -154,6 +161,15 @@ def noticed(case: str):
     finally:
         ops_paged._launches.clear()
     return None if report.ok else str(report)
+
+
+def _in_turn():
+    text, lengths, kind, tile, _ = CASES["doubling"]
+    problem = PagedProblem.parse(text)
+    given = paged.paged_operands(problem, lengths, kind)[0]
+    with poisoned():
+        both = [paged.attend_paged(problem, given, f"split_kv[{one}]") for one in (tile, tile.replace("c1", "r1"))]
+    return None if all(map(torch.equal, *both)) else "other bits than by one program"
 
 
 def _append():
@@ -188,5 +204,5 @@ def test_mutant_is_killed(name, tmp_path):
 
 
 def test_the_kernels_themselves_live():
-    for case in (*CASES, *SCORES, "append", "merge"):
+    for case in (*CASES, *SCORES, "in turn", "append", "merge"):
         assert noticed(case) is None, case

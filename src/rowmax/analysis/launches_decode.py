@@ -1,17 +1,20 @@
 """What `split_kv` launches, as counts: a task is a part of the keys of a row tile, and a second kernel combines the parts.
 
     p264   `shared_out` gives each sequence its parts as the kernels do on the device (`kernels/triton/parts.py`, `shares`)
-    x8     each row tile has 8; c16 and r16: parts of 16 tiles of keys, a program each or one after another
+    x8     each row tile has 8; c8d24 and r8d24: parts of 8 tiles of keys, twice as many after every 24 parts
+           (`plan/fixed_parts.py`), a program each or one after another
 
 Called by `launches.launches`. Which tiles a plan takes, and why, is in `plan/split_kv.py`.
 """
+
+from collections import Counter
 
 from rowmax.analysis.cost import keys_seen
 from rowmax.analysis.launches import Launch, Lengths, Turn, _counted, _element, _output, _seen_width, _streams, _turn
 from rowmax.analysis.occupancy import Block, blocks_at_once
 from rowmax.device import Device, Rates
 from rowmax.paged import PagedProblem
-from rowmax.plan import resources, split_kv
+from rowmax.plan import fixed_parts, resources, split_kv
 from rowmax.plan.split_kv import TURNS_TO_BEGIN, SplitTile
 from rowmax.problem import Problem
 
@@ -80,7 +83,7 @@ def shared_out(problem: Problem, tile: SplitTile, lengths: Lengths) -> list[int]
 
 def _tasks(problem: Problem, tile: SplitTile, lengths: Lengths) -> tuple[list[tuple[int, int, int]], int, int, int]:
     """`(tasks, row tiles, parts, turns)`; every turn has a mask. Of the parts of a row tile the last that has turns is the
-    shorter one; those that have none are no tasks, though the second kernel joins them too."""
+    shorter one, unless all are fixed; those that have none are no tasks, though the second kernel joins them too."""
     tasks: list[tuple[int, int, int]] = []
     row_tiles = all_parts = all_turns = 0
     counted = _counted(lengths)
@@ -96,12 +99,28 @@ def _tasks(problem: Problem, tile: SplitTile, lengths: Lengths) -> tuple[list[tu
             tasks.append((number, turns, turns))
             all_parts += number
             continue
-        parts = max(-(-turns // tile.parts) if tile.fixed else parts_of.get(sequence, tile.parts), 1)
-        each = tile.parts if tile.fixed else max(-(-turns // parts), 1)
+        if tile.fixed:
+            sizes = _fixed_sizes(tile, max(keys - seen, 0) // tile.block_n, turns)
+            all_parts += number * max(len(sizes), 1)
+            tasks += [(number * many, own, own) for own, many in Counter(sizes).items()]
+            continue
+        parts = max(parts_of.get(sequence, tile.parts), 1)
+        each = max(-(-turns // parts), 1)
         all_parts += number * parts
         full, rest = divmod(turns, each)
         tasks += [(many, own, own) for many, own in ((number * full, each), (number, rest)) if many and own]
     return tasks, row_tiles, all_parts, all_turns
+
+
+def _fixed_sizes(tile: SplitTile, begin: int, turns: int) -> list[int]:
+    """Tiles of keys of each part that tiles `[begin, begin + turns)` lie in, as they are launched: the last part first."""
+    size, doubles, end = tile.parts, tile.doubles, begin + turns
+    last = fixed_parts.part_of(end - 1, size, doubles) if turns else -1
+    first = fixed_parts.part_of(begin, size, doubles)
+    edges = [
+        (fixed_parts.first_tile(n, size, doubles), fixed_parts.first_tile(n + 1, size, doubles)) for n in range(first, last + 1)
+    ]
+    return [min(after, end) - max(before, begin) for before, after in reversed(edges)]
 
 
 def _lookups(problem: Problem, tile: SplitTile) -> int:

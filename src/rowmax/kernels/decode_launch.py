@@ -20,7 +20,7 @@ from rowmax.kernels.triton.merge import merge_kernel
 from rowmax.numerics import LOG2E
 from rowmax.paged import MOST_E4M3, AppendOperands, PagedOperands, PagedProblem
 from rowmax.plan import Plan
-from rowmax.plan.split_kv import SplitTile, latent, least_turns, padded_dims, row_tiles
+from rowmax.plan.split_kv import SplitTile, latent, least_turns, most_parts, padded_dims, row_tiles
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -45,7 +45,7 @@ def slots_of(problem: Problem, tile: SplitTile) -> int:
 def parts_of(problem: Problem, tile: SplitTile) -> int:
     """Parts of an item at most, each with a program of its own; of all together, if that is what is given."""
     if tile.how == "c":
-        return max(-(-problem.len_k // (tile.block_n * tile.parts)), 1)
+        return most_parts(problem, tile)
     return 1 if tile.how == "r" else tile.parts
 
 
@@ -103,7 +103,7 @@ def calls(
     pages = k.shape[0] if paged else 0
     page_size = problem.page_size if isinstance(problem, PagedProblem) else 0
     batch_block = triton.next_power_of_2(problem.batch) if tile.how == "p" else 0
-    fixed = tile.parts if tile.how in "cr" else 0
+    fixed = (tile.parts if tile.how in "cr" else 0, tile.doubles)
     early = early and slots > 0 and not tile.once
     rows = part_rows(problem, tile)
     joined = at_once = 1  # by the decode kernel: rows, and parts that are loaded together
@@ -120,7 +120,7 @@ def calls(
         *(problem.scale * LOG2E, _bounded(problem), *sizes, pages, page_size, parts_each, slots),
         *(rows, *shape),
         *(page_size if page_size <= LARGE_PAGE else -math.gcd(page_size, LARGE_PAGE), shared, alike, several),
-        *(least_turns(tile.block_n), batch_block, fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
+        *(least_turns(tile.block_n), batch_block, *fixed, 2 * tile.stages - 1 if paged else tile.stages, early),
         *(_by_page(k_scale, v_scale), joined, at_once),
     )
     # Stages: Triton counts those of the page ids and of the keys, each as far ahead of what needs them as the other.
@@ -135,7 +135,7 @@ def calls(
     numbers = (
         *(*(None,) * (1 - len(scores[1:])), o_strides, _bounded(problem), *sizes, parts_each, slots, rows, pieces),
         *(problem.group, problem.dim_v, tile.block_m, tile.block_n, block_dv),
-        *(piece, least_turns(tile.block_n), batch_block, fixed, early, at_once),
+        *(piece, least_turns(tile.block_n), batch_block, *fixed, early, at_once),
     )
     tensors = (out, lse, parts, lengths, cu, *scores[1:])
     return decode, Call(combine_kernel, items * pieces, tensors, numbers, Tile(piece, 1, warps, 1), early)

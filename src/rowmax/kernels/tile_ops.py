@@ -18,11 +18,11 @@ GUARD = tl.constexpr(16)
 MARK = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
 
 # Triton's interpreter refuses a function whose module does not import triton.language; there plain Python does as well.
-_share = (lambda function: function) if triton.knobs.runtime.interpret else triton.jit
-first_key = _share(mask.first_key)
-end_key = _share(mask.end_key)
-first_query = _share(mask.first_query)
-end_query = _share(mask.end_query)
+share = (lambda function: function) if triton.knobs.runtime.interpret else triton.jit
+first_key = share(mask.first_key)
+end_key = share(mask.end_key)
+first_query = share(mask.first_query)
+end_query = share(mask.end_query)
 
 
 @triton.jit

@@ -6,15 +6,16 @@ All query heads of a KV head are rows of one tile, so that K and V are read once
     x8    each row tile has 8 parts; x1: one, and no second kernel
     p264  about 264 parts altogether: kernels take the parts from the lengths on the device, so that sequences of different
           lengths are parts of about one size
-    c16   each part has 16 tiles of keys, counted from the first key, so that the result does not depend on what else there is
-    r16   the same parts, but one program takes those of a row tile in turn: bitwise the same without memory for them
+    c8    each part has 8 tiles of keys, counted from the first key, so that the result does not depend on what else there is
+    c8d24 24 parts have 8 tiles, the next 24 have 16, the next 32, and so on: `fixed_parts.py`
+    r8d24 the same parts, but one program takes those of a row tile in turn: bitwise the same without memory for them; or r8
     x8 once   one kernel: of the programs of a row tile the one that ends last combines them, in their order; bitwise the same
 
 Microseconds below are replays on an H200, of `benchmarks/results/decode/sweep-h200-2026-11-30.json`, which has 400 more.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Optional
 
@@ -23,7 +24,7 @@ import torch
 from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.paged import PagedProblem
-from rowmax.plan import portable
+from rowmax.plan import fixed_parts, portable
 from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
 
@@ -31,14 +32,24 @@ MOST_ROWS = 64  # queries times heads of a group: with more, a tile of queries r
 LEAST_KEYS = 256  # fewer are not worth a second kernel, nor a part of its own
 MOST_SEQUENCES = 1024  # whose lengths a program looks through to find its part
 MOST_PARTS = 128
-INVARIANT_KEYS = 512  # of a part of a batch-invariant call: in every call the same, or results would differ
+INVARIANT_KEYS = 512  # of the first parts of a batch-invariant call: in every call the same, or results would differ
+# Parts of one size, those of all row tiles and KV heads of a query together: of 131072 keys and 8 heads a sequence has 83
+# parts, where 256 are of 512 keys. Chosen by a model fitted to 16 rows of `sweep-h200-2026-11-30-second.json`, all within 9%: a
+# call takes 12 us, and 2.5 for every 16 parts of a row that are joined; of 264 programs at once each waits 1.2 us and then
+# reads 1.1 tiles a us, or its share of 127. Over the best shares one sequence of 131072 keys then takes 1.09 (192), 1.44 (128),
+# 1.12 (256), 1.14 (512), 1.22 (192, the last parts not launched first); with all parts of 512 keys 1.31 (measured: 1.27), of
+# 1024 1.14 (1.16). Of 32768 keys 1.11 (192), 1.10 (256), 1.18 (all of 512; measured: 1.21). Over 1 to 32 heads, 1 to 16
+# sequences and 1024 to 2^20 keys 192 and 256 are alike and best, 1.03 to 1.09 on average; worst, up to 1.5, is one sequence of
+# one or two heads and more than 65536 keys, whose rows join 150 parts and more.
+INVARIANT_PARTS = 192
+LEAST_DOUBLES = 4
 MOST_BYTES = 2**28  # for partial results of a batch-invariant call
 TURNS_TO_BEGIN = 2  # a part takes as long to begin and to end as this many tiles of keys
 SHORT_KEYS = 2048  # up to here a fourth stage costs more to fill than it hides: 25.9 us for 23.8 with 1024 keys
 MOST_BESIDE = 4  # blocks a multiprocessor, for their registers
 ALONE, ALONE_PAGED = 1.03, 1.2  # one block a multiprocessor takes longer than its part of two: 137.9 us for 135.9; 166 for 141
 MOST_DIM, MOST_DIM_V = 576, 512
-_SPELLING = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+) ([xpcr])(\d+)( once)?")
+_SPELLING = re.compile(r"(\d+)x(\d+) w(\d+) s(\d+) (?:([xp])(\d+)|([cr])(\d+)(?:d(\d+))?)( once)?")
 
 
 @dataclass(frozen=True)
@@ -49,13 +60,15 @@ class SplitTile(Tile):
     together: bool = False  # "p"
     fixed: str = ""  # or "c" or "r"
     once: bool = False  # no second kernel
+    doubles: int = 0  # of "c" and "r": so many parts have one size, then twice as large ones follow; 0: all are alike
 
     @property
     def how(self) -> str:
         return self.fixed or ("p" if self.together else "x")
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages} {self.how}{self.parts}{' once' * self.once}"
+        parts = f"{self.how}{self.parts}" + (f"d{self.doubles}" if self.doubles else "")
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages} {parts}{' once' * self.once}"
 
     @classmethod
     def parse(cls, text: str) -> "SplitTile":
@@ -63,9 +76,9 @@ class SplitTile(Tile):
         match = _SPELLING.fullmatch(text.strip())
         if match is None:
             raise ProblemError(f"'{text}' is no tile of split_kv; examples: '16x64 w4 s3 x8', '16x64 w4 s3 p264'")
-        block_m, block_n, warps, stages, parts = (int(match[i]) for i in (1, 2, 3, 4, 6))
-        how = (match[5] == "p", match[5] if match[5] in "cr" else "", match[7] is not None)
-        return cls(block_m, block_n, warps, stages, False, parts, *how)
+        block_m, block_n, warps, stages = (int(match[i]) for i in (1, 2, 3, 4))
+        how = (match[5] == "p", match[7] or "", match[10] is not None)
+        return cls(block_m, block_n, warps, stages, False, int(match[6] or match[8]), *how, int(match[9] or 0))
 
 
 def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
@@ -115,8 +128,10 @@ def misfit(problem: Problem, device: Device, tile: Tile) -> Optional[str]:
         return f"looks through at most {MOST_SEQUENCES} sequences for its part; here are {problem.batch}"
     if tile.once and (tile.how == "r" or (tile.how == "x" and tile.parts == 1)):
         return f"'{tile.how}{tile.parts}' has no second kernel: 'once' is for parts that are combined"
-    if tile.parts > 4096:
+    if tile.parts > 4096 or tile.doubles > 4096:
         return "a row tile has at most 4096 parts"
+    if tile.doubles and tile.how not in "cr":
+        return f"'{tile.how}{tile.parts}' has parts of one size; 'd' is for 'c' and 'r'"
     return None
 
 
@@ -263,15 +278,35 @@ def _parts(problem: Problem, device: Device, blocks: tuple[tuple[int, int, int, 
 def _invariant_parts(
     problem: Problem, device: Device, block_m: int, block_n: int, warps: int, stages: int
 ) -> tuple[SplitTile, str]:
-    turns, items = INVARIANT_KEYS // block_n, max(row_tiles(problem, block_m) * problem.heads_k, 1)
-    most = -(-problem.len_k // INVARIANT_KEYS)
+    tile = SplitTile(block_m, block_n, warps, stages, False, INVARIANT_KEYS // block_n, False, "c", False, _doubles(problem))
+    most, items = most_parts(problem, tile), max(row_tiles(problem, block_m) * problem.heads_k, 1)
     rows = min(block_m, problem.len_q * problem.group)
     memory = 4 * items * most * rows * (problem.dim_v + 2)
-    how, why = "r", f"those of {items} row tiles in turn"
+    more = f", twice as many after every {tile.doubles}" if tile.doubles else ""
+    why = f"parts of {INVARIANT_KEYS} keys{more}, whatever else there is"
     if most > 1 and items < 8 * device.sms and memory <= MOST_BYTES:
-        how, why = "c", "a program each"
-    why = f"parts of {INVARIANT_KEYS} keys whatever else there is, {why}"
-    return SplitTile(block_m, block_n, warps, stages, False, turns, False, how), why
+        return tile, f"{why}, a program each"
+    return replace(tile, fixed="r"), f"{why}, those of {items} row tiles in turn"
+
+
+def _doubles(problem: Problem) -> int:
+    """Parts of one size. Of what a call is about only heads and window count: neither its lengths nor its queries, nor the
+    memory of its cache. A window ends where the query is, where parts that grow would be large for what is seen of them."""
+    if problem.band[0] is not None:
+        return 0
+    heads = problem.heads_k * -(-problem.group // 16)  # row tiles of one query
+    return max(INVARIANT_PARTS // max(heads, 1), LEAST_DOUBLES)
+
+
+def most_parts(problem: Problem, tile: SplitTile) -> int:
+    """Parts that a row tile may have, of a tile "c" or "r": those of the longest sequence, or that a window reaches into."""
+    turns = max(-(-problem.len_k // tile.block_n), 1)
+    most: int = fixed_parts.part_of(turns - 1, tile.parts, tile.doubles) + 1
+    left, right = problem.band[:2]
+    if left is not None and right is not None:  # parts are no smaller than the first, and two are cut
+        seen = left + right + 1 + (tile.block_m - 1) // problem.group + 1
+        most = min(most, (seen - 2) // (tile.block_n * tile.parts) + 2)
+    return most
 
 
 @lru_cache(maxsize=4096)

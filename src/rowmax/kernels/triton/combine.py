@@ -67,8 +67,8 @@ def combine_kernel(
     o_ptr, lse_ptr, part_ptr, seqlens_k, cu_seqlens_q, sink_ptr, o_strides,
     band, batch, heads_k, tiles, len_q, len_k, parts, slots, part_rows, pieces,
     GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, EARLY: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr, DOUBLES: tl.constexpr,
+    EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program for ROWS rows of an item, which has `pieces` of them; the tensors are those of `decode_kernel`. `AT_ONCE`:
     parts whose loads are under way together: one after another, 32 parts waited for 32 answers of the cache."""
@@ -80,7 +80,7 @@ def combine_kernel(
     begin, queries = queries_of(cu_seqlens_q, b, len_q)
     here, slot = find_slots(
         b, tile, item, head, queries, seqlens_k, cu_seqlens_q, batch, heads_k, len_q, len_k, parts, band,
-        GROUP, BLOCK_M, BLOCK_N, LEAST, BATCH, FIXED,
+        GROUP, BLOCK_M, BLOCK_N, LEAST, BATCH, FIXED, DOUBLES,
     )  # fmt: skip
     if EARLY:  # every program waits: the kernel behind this one relies on both
         tl.extra.cuda.gdc_wait()

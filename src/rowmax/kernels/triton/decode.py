@@ -13,7 +13,7 @@ import triton.language as tl
 
 from rowmax.kernels.tile_ops import add_sink, any_of, bend, clamp, finish, guarded_dot, online_step, visible
 from rowmax.kernels.triton.combine import combine_rows
-from rowmax.kernels.triton.parts import find_part, fixed_parts, join, key_span, keys_of, queries_of
+from rowmax.kernels.triton.parts import find_part, first_tile, fixed_parts, join, key_span, keys_of, queries_of
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 OPAQUE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembler
@@ -303,14 +303,15 @@ def decode_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr,
     ALIKE: tl.constexpr, SEVERAL: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, FIXED: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, BY_PAGE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    DOUBLES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, BY_PAGE: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """`PAGE`: slots of a page; 0: none; below 0, of large pages, what divides both their size and BLOCK_N, so that one build
     serves all sizes. `BLOCK_D2`: columns of q and k behind the first BLOCK_D, or 0. `SHARED`: v is the first columns of k.
     `ALIKE`: k and v have the same strides.
     `SEVERAL`: a row tile may hold queries that see different keys, or a tile of keys some that one does not see.
-    `FIXED`: tiles of keys in every part, so that a sequence has the same parts whatever else there is; without memory for
-    partial results a program takes all parts of its rows in turn.
+    `FIXED`: tiles of keys in the first parts, so that a sequence has the same parts whatever else there is (`DOUBLES`:
+    `plan/fixed_parts.py`); without memory for partial results a program takes all parts of its rows in turn.
     `EARLY`: the combine kernel may be launched before this one has ended. `BY_PAGE`: each page has scales of its own.
     `ROWS`, `AT_ONCE`: of `combine_rows`, if programs that have ended are counted and the last one combines: all have stored
     their parts then, and it joins them in their order, so that which one it is makes no difference to a bit."""
@@ -329,12 +330,15 @@ def decode_kernel(
     keys = keys_of(seqlens_k, b, len_k)
     start, end = key_span(tile, queries, keys, band, GROUP, BLOCK_M, BLOCK_N)
     turns = tl.cdiv(end - start, BLOCK_N)
-    if FIXED:  # parts begin at multiples of their size, whatever else there is to do
-        first, last = fixed_parts(start, end, FIXED * BLOCK_N)
+    if FIXED:  # parts begin at the same keys, whatever else there is to do
+        first, last = fixed_parts(start, end, BLOCK_N, FIXED, DOUBLES)
         here = last - first
         if part_ptr is not None:
             if (part >= here) & (part > 0):
                 return
+            back = tl.maximum(here - 1 - part, 0)  # the last first: large ones that come last would be waited for
+            slot += tl.cast(back - part, tl.int64) * heads_k
+            part = back
             first += part
             last = first + 1
     else:
@@ -387,8 +391,8 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if FIXED:
         for number in range(first, last):
-            low = tl.maximum(number * FIXED - start // BLOCK_N, 0)
-            high = tl.minimum((number + 1) * FIXED - start // BLOCK_N, turns)
+            low = tl.maximum(first_tile(number, FIXED, DOUBLES) - start // BLOCK_N, 0)
+            high = tl.minimum(first_tile(number + 1, FIXED, DOUBLES) - start // BLOCK_N, turns)
             acc_j, m_j, l_j = _part(
                 q, q2, k_base, v_base, table, k_strides, v_strides, start, low, high, end, tokens, keys,
                 keys - queries, band, scale_log2, pages, page_size, k_scales, v_scales, heads_k, cap, slopes_log2, row_scale,

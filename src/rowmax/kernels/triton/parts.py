@@ -7,10 +7,14 @@ read on the device, clamped into the tensors. Both kernels call the same functio
 import triton
 import triton.language as tl
 
-from rowmax.kernels.tile_ops import clamp, end_key, first_key
+from rowmax.kernels.tile_ops import clamp, end_key, first_key, share
+from rowmax.plan import fixed_parts as where
 
 SIZES: tl.constexpr = tl.constexpr(16)  # of parts that are weighed, up to twice the least
 TO_BEGIN: tl.constexpr = tl.constexpr(2)  # tiles of keys in whose time a part begins and ends
+
+first_tile = share(where.first_tile)
+part_of = share(where.part_of)
 
 
 @triton.jit
@@ -65,9 +69,11 @@ def key_span(tile, queries, keys, band, GROUP: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def fixed_parts(start, end, SIZE: tl.constexpr):
-    """`(first, one past the last)` of the parts of SIZE keys, counted from key 0, that keys `[start, end)` lie in."""
-    return start // SIZE, tl.cdiv(end, SIZE)
+def fixed_parts(start, end, BLOCK_N: tl.constexpr, FIXED: tl.constexpr, DOUBLES: tl.constexpr):
+    """`(first, one past the last)` of the parts that keys `[start, end)` lie in, by `plan/fixed_parts.py`; of no keys, none."""
+    first = part_of(start // BLOCK_N, FIXED, DOUBLES)
+    last = part_of(tl.maximum(tl.cdiv(end, BLOCK_N) - 1, 0), FIXED, DOUBLES)
+    return first, tl.where(end > start, last + 1, first)
 
 
 @triton.jit
@@ -137,12 +143,12 @@ def find_part(
 def find_slots(
     b, tile, item, head, queries, seqlens, cu_seqlens, batch, heads_k, len_q, most, parts, band,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
-    FIXED: tl.constexpr,
+    FIXED: tl.constexpr, DOUBLES: tl.constexpr,
 ):  # fmt: skip
     """`(parts, first slot)` of an item; its parts lie `heads_k` slots apart. The other way round from `find_part`."""
     if FIXED:
         start, end = key_span(tile, queries, keys_of(seqlens, b, most), band, GROUP, BLOCK_M, BLOCK_N)
-        first, last = fixed_parts(start, end, FIXED * BLOCK_N)
+        first, last = fixed_parts(start, end, BLOCK_N, FIXED, DOUBLES)
         return last - first, item.to(tl.int64) * parts * heads_k + head
     elif BATCH == 0:
         return parts, item.to(tl.int64) * parts * heads_k + head
