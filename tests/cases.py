@@ -97,6 +97,7 @@ def _cases() -> list[Case]:
         add("layouts", "b2 h4/2 q50 k50 d64 bf16 causal", layout=layout)
         add("layouts", "b3 h4/2 q70 k70 d64 fp16 packed causal", layout=layout)
         add("layouts", "b1 h2 q33 k33 d80 fp32", layout=layout)
+    add("layouts", "b2 h4/2 q50 k65 d64 bf16 bias(hqk)", layout="broadcast")  # B60
 
     for kind in ("nan(q)", "nan(k)", "nan(v)", "inf(v)"):
         add("non-finite", "b2 h4/2 q50 k70 d64 fp16 causal", kind)
@@ -231,7 +232,7 @@ def _cases() -> list[Case]:
     add("large", "b1 h1 q64 k32768 d128 bf16", "v_ones", "normal", large=True)  # growth with the number of keys
     add("large", "b70000 h8 q1 k1 d64 bf16", large=True)  # B54: grid limit of 65,535
     add("large", "b1 h71280 q3 k3 d64 bf16 causal", large=True)  # B55
-    add("large", "b12288 h4 q49152 k49152 d64 bf16 packed causal", large=True)  # B43
+    add("large", "b12288 h16 q49152 k49152 d64 bf16 packed causal", large=True)  # B43
     add("large", "b1 h56 q99968 k99968 d128 bf16 window(127,0)", layout="fused", backward=False, large=True)  # B49: 2^31
     return found
 

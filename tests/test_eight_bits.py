@@ -12,6 +12,7 @@ from rowmax.testing import paged
 from test_cache import BACKENDS, run
 
 HEADS_K, GROUP, DIM, DIM_V, SIZE, PAGES = 2, 2, 16, 24, 4, 12
+PLANS = ["gathered", *(["split_kv[16x16 w4 s2 x2]"] if "interpreted" in BACKENDS else [])]
 HALF_STEP = 2.0**-4 * (1 + 2.0**-20)  # of a number; the division by the scale is rounded, too
 LEAST = 2.0**-10  # of the scale
 
@@ -111,6 +112,26 @@ def test_each_number_is_divided_by_its_own_scale(backend, by_page):
     for memory, want in zip(pages, meant, strict=True):
         where = table[0][torch.arange(tokens) // SIZE], torch.arange(tokens) % SIZE
         assert torch.equal(memory[where].float(), want)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("by_page", [False, True])
+def test_each_scale_alone_has_its_linear_effect(plan, by_page):
+    """Powers of two: twice the scale of a head's values is twice its output, twice that of its keys is twice its queries."""
+    q = draw(2)[0][:, :, :DIM]
+    pages = [torch.randn(PAGES, SIZE, HEADS_K, dim).to(E4M3) for dim in (DIM, DIM_V)]
+    given = (*pages, torch.tensor([[3, 5], [0, 7]]), torch.tensor([7, 5]))
+    scale = torch.tensor([4.0, 0.5]).expand(PAGES, -1).contiguous() if by_page else torch.tensor([4.0, 0.5])
+    factor = torch.tensor([4.0, 4.0, 0.5, 0.5])[:, None]
+    ones = torch.ones_like(scale)  # so that the same way is taken
+
+    def attend(queries, k_scale=ones, v_scale=ones):
+        return attention_paged(queries, *given, k_scale=k_scale, v_scale=v_scale, plan=plan)
+
+    plain, turned = attend(q), attend((q.float() * factor).bfloat16())
+    assert torch.equal(attend(q, v_scale=scale), (plain.float() * factor).bfloat16())
+    assert torch.equal(attend(q, k_scale=scale), turned)
+    assert not torch.equal(turned, plain)
 
 
 @pytest.mark.parametrize("same", [False, True])

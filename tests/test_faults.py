@@ -94,9 +94,37 @@ def right(backend, device, text: str, kind: str = "normal", **options) -> None:
     assert report.ok, str(report)
 
 
-def test_b22_scores_that_grow_by_hundreds_from_tile_to_tile(backend, device):
-    """Keys 32 times as large: a rescaling that is put off must be bounded row by row."""
-    right(backend, device, "b1 h2 q20 k50 d64 bf16", "spiky(32)")
+def rule(backend, device, problem: Problem, operands: testing.Operands) -> None:
+    """As `right`, of operands that are given."""
+    case = cases.Case("faults", problem)
+    leaves = [t.detach().requires_grad_() for t in operands[:3]]
+    grad, _ = testing.cotangents(problem, device=device)
+    try:
+        moved = operands._replace(q=leaves[0], k=leaves[1], v=leaves[2])
+        out, lse = testing.attend(problem, moved, cases.plan_of(case, backend, device))
+    except Unsupported as refused:
+        if not cases.may_refuse(case, backend):
+            raise
+        pytest.skip(str(refused))
+    report = testing.check_forward(problem, operands, out.detach(), lse.detach())
+    grads = torch.autograd.grad(out, leaves, grad)
+    report = report.merged(testing.check_backward(problem, operands, grads, grad, None, out.detach()))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["growing", "falling"])
+@pytest.mark.parametrize("text", ["b1 h2 q20 k150 d64 bf16", "b1 h2 q40 k150 d64 bf16 causal"])
+def test_b22_scores_that_grow_by_hundreds_from_tile_to_tile(text, order, backend, device):
+    """A rescaling that is put off must be bounded row by row: scores of key j are about 8 j, in one order and in the other, of
+    every other query near 0."""
+    problem = Problem.parse(text)
+    operands = testing.operands(problem, device=device)
+    along = torch.zeros_like(operands.k)
+    along[..., 0] = 8.0 * torch.arange(problem.len_k, device=device).view(1, -1, 1)
+    along = along if order > 0 else along.flip(1)
+    q = operands.q.clone()
+    q[:, ::2, :, 0], q[:, 1::2, :, 0] = 8.0, 0.01
+    rule(backend, device, problem, operands._replace(q=q, k=operands.k + along))
 
 
 def test_b25_large_masks_are_added_in_fp32():
@@ -124,21 +152,8 @@ def test_b45_keys_stored_sequence_by_sequence(backend, device):
     """`[T, B, H, D]` memory: a row's stride is that of all sequences together. The gradients too."""
     problem = Problem.parse("b3 h2/1 q20 k70 d64 bf16 causal")
     operands = testing.operands(problem, device=device)
-    moved = [t.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in operands[:3]]
-    grad, _ = testing.cotangents(problem, device=device)
-    case = cases.Case("faults", problem)
-    try:
-        out, lse = testing.attend(
-            problem, operands._replace(q=moved[0], k=moved[1], v=moved[2]), cases.plan_of(case, backend, device)
-        )
-    except Unsupported as refused:
-        if not cases.may_refuse(case, backend):
-            raise
-        pytest.skip(str(refused))
-    report = testing.check_forward(problem, operands, out.detach(), lse.detach())
-    grads = torch.autograd.grad(out, moved, grad)
-    report = report.merged(testing.check_backward(problem, operands, grads, grad, None, out.detach()))
-    assert report.ok, str(report)
+    moved = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in operands[:3]]
+    rule(backend, device, problem, operands._replace(q=moved[0], k=moved[1], v=moved[2]))
 
 
 @pytest.mark.parametrize("page", [65535, 65536, 69999])
@@ -235,3 +250,35 @@ def test_b13_b18_the_definition_itself_survives_huge_scores():
     out, lse = reference.attention(*operands[:3])
     assert bool(torch.isfinite(out).all())
     assert bool((lse < -2.4e5).all())
+
+
+def test_b127_every_entry_counts_distances_from_the_last_key():
+    """Of the last rows of a whole sequence, without a mask and with one. The LSE too: where all distances of a causal row are
+    off by one number the output is the same."""
+    len_q, len_k, heads = 3, 40, 4
+    q, k, v = (torch.randn(1, n, h, 16).half() for n, h in ((len_k, heads), (len_k, 2), (len_k, 2)))
+    slopes, few = torch.tensor([0.5, 0.25, 0.125, 0.0625]), q[:, -len_q:]
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (len_q, len_k))
+    room = [torch.cat([t, torch.full_like(t, torch.nan)], 1) for t in (k, v)]
+    pages = [t.view(8, 10, 2, 16) for t in room]
+    lengths, table = torch.tensor([len_k], dtype=torch.int32), torch.arange(8, dtype=torch.int32).view(1, 8)
+    for causal in (True, False):
+        wide = [t.double() for t in (q, k, v)]
+        whole, whole_lse = rowmax.attention(*wide, causal=causal, alibi_slopes=slopes, return_lse=True)
+        given = {"causal": causal, "alibi_slopes": slopes}
+        packed, more = (few[0], k[0], v[0], cu_q, cu_k), {**given, "return_attn_probs": True}
+        cached = {"cache_seqlens": lengths, "return_softmax_lse": True, **given}
+        found = {
+            "attention": rowmax.attention(few, k, v, return_lse=True, **given),
+            "attention_varlen": rowmax.attention_varlen(*packed, return_lse=True, **given),
+            "padded": rowmax.attention(few, *room, seqlens_k=lengths, return_lse=True, **given),
+            "flash_attn_func": flash_attn.flash_attn_func(few, k, v, **more),
+            "flash_attn_varlen_func": flash_attn.flash_attn_varlen_func(*packed, len_q, len_k, **more),
+            "flash_attn_with_kvcache": flash_attn.flash_attn_with_kvcache(few, *room, **cached),
+            "pages": flash_attn.flash_attn_with_kvcache(few, *pages, block_table=table, **cached),
+        }
+        for name, (out, lse, *_) in found.items():
+            torch.testing.assert_close(
+                out.view(few.shape), whole[:, -len_q:].half(), msg=lambda text, name=name: f"{name}: {text}"
+            )
+            torch.testing.assert_close(lse.view(1, heads, len_q), whole_lse[..., -len_q:].float())
