@@ -44,6 +44,7 @@ INVARIANT = (
     "16x64 w4 s3 c4",
     "16x64 w4 s3 c8",
     "16x64 w4 s3 c16",
+    "16x64 w4 s3 c8d24",
     "16x64 w4 s3 r16",
     "16x64 w4 s2 c8",
     "32x64 w4 s3 c8",
@@ -73,9 +74,19 @@ SHORT: dict[str, dict[int, tuple[str, ...]]] = {
         7: ("16x64 w4 s3 x32", "16x64 w4 s4 x32", "16x64 w4 s4 x16"),
     },
     "invariant": {
-        **dict.fromkeys((0, 1, 2, 7), ("16x64 w4 s4 c8", "16x64 w4 s3 c8", "16x64 w4 s4 c16", "16x64 w2 s4 c8")),
-        **dict.fromkeys((3, 4, 6), ("16x64 w4 s4 c8",)),
-        5: ("16x64 w4 s3 c8",),
+        0: ("16x64 w4 s4 c8d24", "16x64 w4 s4 c8d24 once"),
+        **dict.fromkeys(
+            (1, 7),
+            (
+                *("16x64 w4 s4 c8d24", "16x64 w4 s4 c8d24 once", "16x64 w4 s3 c8d24", "16x64 w4 s4 c8d32", "16x64 w4 s4 c8d16"),
+                *("16x64 w4 s4 c8", "16x64 w4 s4 c16"),
+            ),
+        ),
+        2: ("16x64 w4 s4 c8d24", "16x64 w4 s3 c8d24"),
+        3: ("16x64 w4 s4 c8d24",),
+        4: ("16x64 w4 s4 c8d6", "16x64 w4 s4 c8"),
+        5: ("16x64 w4 s3 c8d24",),
+        6: ("16x64 w4 s4 c8d24",),
     },
 }
 SHORT["paged64"] = {number: tiles if number in (2, 3, 4) else tiles[:1] for number, tiles in SHORT["paged16"].items()}

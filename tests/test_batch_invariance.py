@@ -68,27 +68,27 @@ def test_parts_in_turn_give_the_bits_of_parts_side_by_side(parts):
             assert torch.equal(one, another)
 
 
-@pytest.mark.skipif("split_kv" not in BACKENDS, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("prompt", "steps"),
+    [("gathered", "gathered"), ("split_kv[32x16 w4 s1 r1d1]", "split_kv[16x16 w4 s1 c1d1]")][: 1 + ("split_kv" in BACKENDS)],
+)
 @pytest.mark.parametrize("window", [{"causal": True}, {"causal": False, "window": (37, 0)}])
-def test_a_sequence_keeps_its_bits_as_it_grows_over_every_boundary(window):
+def test_a_sequence_keeps_its_bits_as_it_grows_over_every_boundary(window, prompt, steps, monkeypatch):
     """Parts of 16, 32, 64 and 128 keys. Steps of a token and of three, all of them sequences of one call over one sequence's
     pages, against the prompt in one piece."""
+    monkeypatch.setattr("rowmax.cpu.paged.PART", 16)
     length = 117
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     pages = [torch.randn(15, 8, 2, dim, generator=generator) for dim in (16, 8)]
     row, q = torch.randperm(15, generator=generator).to(torch.int32), torch.randn(length, 4, 16)
     options = {"batch_invariant": True, "return_lse": True, **window}
-    out, lse = attention_paged(
-        *(q, *pages, row[None], torch.tensor([length], dtype=torch.int32)),
-        cu_seqlens_q=torch.tensor([0, length]), plan="split_kv[32x16 w4 s1 r1d1]", **options,
-    )  # fmt: skip
+    lengths, cu = torch.tensor([length], dtype=torch.int32), torch.tensor([0, length])
+    out, lse = attention_paged(q, *pages, row[None], lengths, cu_seqlens_q=cu, plan=prompt, **options)
     for queries in (1, 3):
         ends = torch.tensor([n + i for n in (16, 48, 112) for i in (-1, 0, 1, 2, 3)] + [3, length], dtype=torch.int32)
         rows = ends[:, None] - queries + torch.arange(queries)
-        got, got_lse = attention_paged(
-            q[rows], *pages, row.expand(len(ends), -1), ends, plan="split_kv[16x16 w4 s1 c1d1]", **options
-        )
+        got, got_lse = attention_paged(q[rows], *pages, row.expand(len(ends), -1), ends, plan=steps, **options)
         assert torch.equal(got, out[rows])
         assert torch.equal(got_lse.transpose(1, 2), lse.T[rows])
 
@@ -105,7 +105,7 @@ def test_it_is_right(spelled, text):
 
 def test_the_plan_has_one_tile_for_all_calls_of_a_kind():
     """Keys of a turn and of a part must not depend on the batch, the queries or the device's size. Rows may: tiles of 16 and of
-    32 give the same bits (kernels/test_decode_compile.py, and on a GPU gpu_serving.py)."""
+    32 give the same bits (kernels/test_decode_compile.py, and on a GPU gpu_invariance.py)."""
     tiles = set()
     for text in ("b1 h32/8 q1 k8192", "b64 h32/8 q1 k131072", "b1 h32/8 q5000 k8192", "b8 h32/8 q4096 k8192"):
         chosen = plan(PagedProblem.parse(f"{text} d128 bf16 causal paged16 invariant"), Device.named("H200"))
