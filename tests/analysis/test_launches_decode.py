@@ -6,6 +6,7 @@ import random
 import pytest
 
 from rowmax import Device, PagedProblem, Plan, Problem
+from rowmax.analysis import report
 from rowmax.analysis.launches import launches
 from rowmax.analysis.launches_decode import shared_out
 from rowmax.analysis.predict import Constants, predict
@@ -88,6 +89,10 @@ def test_fixed_parts_double_and_the_last_are_launched_first():
     decode, combine = launched(problem, "split_kv[16x64 w4 s4 c8d24]")
     assert decode.tasks == ((8 * 11, 64, 64), (8 * 24, 32, 32), (8 * 24, 16, 16), (8 * 24, 8, 8))
     assert combine.turns == 32 * (3 * 24 + 11)
+    (advised,) = report.explain(problem, H200)["advice"][:1]
+    assert advised["taken"]
+    assert "makes 8 blocks for 132 SMs: 664 parts of keys" in advised["what"]
+    assert advised["gain"] > 5  # over one program for each head
     (decode,) = launched(problem, "split_kv[16x64 w4 s4 r8d24]")
     assert decode.tasks == ((8, 2048, 2048),)
     windowed = PagedProblem.parse("b1 h32/8 q1 k8192 d128 bf16 window(1000,0) paged16 invariant")

@@ -183,11 +183,12 @@ def advice(problem: Problem, device: Device, mine: Prediction, lengths: Optional
         found.append({"what": what, "plan": str(other.plan), "predicted_ms": other.seconds * 1e3, "gain": gain, "taken": taken})
 
     tile = mine.plan.tiles[0]
-    if isinstance(tile, SplitTile) and tile.parts > 1:
-        one = _try(problem, device, Plan(mine.plan.algorithm, (replace(tile, parts=1, together=False),)), lengths)
+    if isinstance(tile, SplitTile) and tile.parts > 1 and tile.fixed != "r":
+        whole = replace(tile, fixed="r", once=False) if tile.fixed else replace(tile, parts=1, together=False, once=False)
+        one = _try(problem, device, Plan(mine.plan.algorithm, (whole,)), lengths)
         if one is not None:
             blocks, parts = one.launches[0].blocks, mine.launches[0].blocks
-            ways = f"{parts} parts of keys" if tile.together else f"keys split {tile.parts} ways"
+            ways = f"{parts} parts of keys" if tile.together or tile.fixed else f"keys split {tile.parts} ways"
             what = f"{_few(problem)} makes {blocks} blocks for {device.sms} SMs: {ways}"
             add(what, mine, one.seconds / mine.seconds, taken=True)
     if isinstance(tile, SplitTile) and tile.how == "x":
