@@ -67,6 +67,47 @@ def test_results(text, kind):
         assert report.ok, str(report)
 
 
+@pytest.mark.parametrize(
+    "text", ["b2 h4/2 q500 k520 d16 bf16 window(200,20)", "b1 h4/4 q500 k500 d8/5 fp32 softcap=9.0 window(200,0) sink"]
+)
+def test_gradients_are_sums_over_pieces(text):
+    problem = Problem.parse(text)
+    assert len(cut(problem)) > 1
+    report = testing.check(problem)
+    assert report.ok, str(report)
+    operands = testing.operands(problem)
+    leaves = [t.clone().requires_grad_() for t in operands[:3]]
+    out, lse = testing.attend(problem, operands._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+    every = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+    for leaf, expected in zip(leaves, every, strict=True):
+        given = [one if one is leaf else one.detach() for one in leaves]
+        out, lse = testing.attend(problem, operands._replace(q=given[0], k=given[1], v=given[2]))
+        (alone,) = torch.autograd.grad((out, lse), leaf, (torch.ones_like(out), torch.ones_like(lse)))
+        assert torch.equal(alone, expected)
+
+
+def test_bits_do_not_depend_on_how_operands_lie():
+    """Products read fp32 operands where they lie, if they are contiguous and aligned, and a copy of any others."""
+    problem = Problem.parse("b1 h4/2 q500 k500 d8 fp32 window(200,0)")
+    operands = testing.operands(problem)
+    grad_out = torch.randn(problem.outputs()[0])
+
+    def run(place):
+        leaves = [place(t).requires_grad_() for t in operands[:3]]
+        out, lse = testing.attend(problem, operands._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+        return out, lse, *torch.autograd.grad(out, leaves, place(grad_out))
+
+    def off_by_one(t):
+        return torch.empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+    def heads_first(t):
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    for place in (off_by_one, heads_first):
+        for one, other in zip(run(place), run(torch.clone), strict=True):
+            assert torch.equal(one, other), place.__name__
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_a_nan_reaches_exactly_the_rows_that_see_it(where):
     """In the head, a block and the tail; without it every other row is the same bit for bit."""

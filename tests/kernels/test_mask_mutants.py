@@ -69,8 +69,8 @@ CPU_MUTANTS = {
     "rows cut off are not counted": (SCORES, "length - kept.shape[1]", "0 * kept.shape[1]", 1),
     "delta dropped with dP": (
         CPU_BACKWARD,
-        ".sub_(take_rows(block, chunk.delta))",
-        ".sub_(0.9 * take_rows(block, chunk.delta))",
+        ".sub_(take_rows(block, self.delta))",
+        ".sub_(0.9 * take_rows(block, self.delta))",
         1,
     ),
     "bias from the first row": (SCORES, "slice(problem.len_q - rows.shape[1], None)", "slice(0, rows.shape[1])", 1),

@@ -232,7 +232,7 @@ CASES = [
 ]
 
 
-WALK, HALF = "cpu/blocks.py", "cpu/half_scores.py"
+WALK, HALF, PIECES = "cpu/blocks.py", "cpu/half_scores.py", "cpu/pieces.py"
 CPU_MUTANTS = {
     "one key too many": (
         WALK,
@@ -273,6 +273,10 @@ CPU_MUTANTS = {
     "LSE without the pivot": (CPU_FORWARD, "l.log2() if m is None else m + l.log2()", "l.log2()", 1),
     "scores never need a pivot": (CPU_FORWARD, "m = None if bounded else", "m = None if True else", 1),
     "delta missing": (CPU_BACKWARD, "-1.0", "0.0", 1),
+    "delta missing where products are fp32": (CPU_BACKWARD, "v, beta=-1, out=out)", "v, beta=0, out=out)", 1),
+    "pieces of a window see a key too few": (PIECES, "Band(left + right, 0)", "Band(left + right - 1, 0)", 1),
+    "gradients of a piece's first keys alone": (PIECES, "range(0, part.shape[2], STEP)", "range(0, STEP, STEP)", 1),
+    "pieces not scaled": (PIECES, ", alpha=factor)", ")", 1),
     "gradient of the LSE dropped": (CPU_BACKWARD, "delta -= grad_lse.movedim(-1, -2)", "pass", 1),
     "gradient of the LSE added": (CPU_BACKWARD, "delta -= grad_lse", "delta += grad_lse", 1),
     "dQ without the scale": (CPU_BACKWARD, "beta=0, alpha=chunk.scale / chunk.unit", "beta=0, alpha=1 / chunk.unit", 1),
@@ -307,6 +311,7 @@ CPU_MUTANTS = {
 CPU_CASES = [
     ("b1 h2 q600 k600 d64 bf16 causal", "normal", "contiguous", None),
     ("b1 h2 q600 k600 d64 bf16 causal", "v_onehot", "contiguous", None),
+    ("b1 h8 q500 k500 d8 fp32 window(100,0)", "normal", "contiguous", None),  # cut into pieces
 ]
 
 

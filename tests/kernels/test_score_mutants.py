@@ -72,7 +72,7 @@ CPU_MUTANTS = {
     "slopes of the first sequence for all": (SCORES, "t[sequence : sequence + batch]", "t[:1].expand(batch, -1)", 1),
     "ALiBi from the top left": (SCORES, ".unsqueeze(1) + block.geometry.shift", ".unsqueeze(1)", 1),
     "sink omitted": (CPU_FORWARD, "l += (sink - m).exp2_()", "pass", 1),
-    "sink counted in every tile": (CPU_FORWARD, "sink if out is None else None)", "sink)", 1),
+    "sink counted in every tile": (CPU_FORWARD, "block, cols, None, True)", "block, cols, sink, True)", 1),
     "pivot without the sink": (CPU_FORWARD, "m = torch.maximum(m, sink)", "m = m * 1.0", 1),
     "rows without keys forget the sink": (CPU_FORWARD, "        start_lse(problem, operands, lse)", "        pass", 1),
     "rows of no sequence have a sink": (SCORES, "lse[..., :end] =", "lse[...] =", 1),

@@ -23,10 +23,12 @@ from rowmax.cpu.blocks import (
     fold,
     fold_contiguous,
     numbered_sequences,
+    settled,
     take_columns,
     take_rows,
     widen,
 )
+from rowmax.cpu.pieces import add_overlapping, is_cut, pieces
 from rowmax.cpu.scores import Scores
 from rowmax.numerics import LOG2E
 
@@ -51,6 +53,8 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     bias_sums = torch.zeros(operands.bias.shape, dtype=compute, device="cpu") if wants_bias else None
     grads = tuple(t.new_zeros(t.shape if need else (0,)) for t, need in zip(operands[:3], needs[:3], strict=True))
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
+    q, k, v, grad_out = settled(*operands[:3], grad_out)
+    operands = operands._replace(q=q, k=k, v=v)
     scratch = Scratch()
     named = (("dk", grad_out), ("dv", out))
     do, o = (t if t.dtype == compute else scratch(name, t.shape, compute).copy_(t) for name, t in named)
@@ -61,24 +65,39 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     for_q = (grad_out, lse.movedim(-1, -2), delta, *grads[:1][: needs[0]])
     for_k = tuple(grad for grad, need in zip(grads[1:], needs[1:3], strict=True) if need)
     for number, rows, cols in numbered_sequences(problem, operands, for_q, for_k):
-        q, do, row_lse, row_delta, *dq = (by_kv_head(t, problem.heads_k) for t in rows)
-        k, v, *dkv = (t.transpose(1, 2) for t in cols)
-        targets = _Targets(dq[0] if needs[0] else None, dkv[0] if needs[1] else None, dkv[-1] if needs[2] else None)
-        geometry = Geometry(q.shape[3], k.shape[2], problem.band)
-        scores = None if problem.plain else Scores.of(problem, operands, number, rows[0], cols[0], compute, bias_sums)
-        try_half = problem.dtype == torch.bfloat16 and problem.plain and problem.windowed
+        whole = Geometry(rows[0].shape[1], cols[0].shape[1], problem.band)
+        cut = is_cut(problem, tile, whole)
+        # Pieces meet where their keys overlap, and are added up there; head after head, so that long stretches are.
+        sums = [_by_head(scratch, f"sum{i}", t, compute).zero_() for i, t in enumerate(cols[2:])] if cut else cols[2:]
+        try_half = problem.dtype == torch.bfloat16 and problem.plain and problem.windowed and not cut
         try_half = try_half and half_scores.bounded(rows[0], cols[0], problem.scale)
-        chunks = Chunks.of(tile, geometry, *q.shape[:3], try_half)
-        for part in chunks.parts:
-            chunk = _Chunk(problem.scale, geometry, scratch, *(t[part] for t in (q, k, v, do, row_lse, row_delta)))
-            if scores is not None:
-                chunk.bend_by(scores.part(part))
-            if try_half:
-                chunk.try_half_scores(k[part], chunks)
-            _backward(chunk, chunks, _Targets(*(None if t is None else t[part] for t in targets)), scratch)
+        for piece in pieces(problem, tile, number, rows, [*cols[:2], *sums]):
+            q, do, row_lse, row_delta, *dq = (by_kv_head(t, problem.heads_k) for t in piece.rows)
+            k, v, *dkv = (t.transpose(1, 2) for t in piece.cols)
+            targets = _Targets(dq[0] if needs[0] else None, dkv[0] if needs[1] else None, dkv[-1] if needs[2] else None)
+            scores = None
+            if not problem.plain:
+                scores = Scores.of(problem, operands, piece.number, piece.rows[0], piece.cols[0], compute, bias_sums)
+            chunks = piece.chunks(tile, problem.group, try_half)
+            for part in chunks.parts:
+                chunk = _Chunk(problem.scale, piece.geometry, scratch, *(t[part] for t in (q, k, v, do, row_lse, row_delta)))
+                if scores is not None:
+                    chunk.bend_by(scores.part(part))
+                if try_half:
+                    chunk.try_half_scores(k[part], chunks)
+                _backward(chunk, chunks, _Targets(*(None if t is None else t[part] for t in targets)), cut, scratch)
+        if cut:
+            for grad, total in zip(cols[2:], sums, strict=True):
+                grad.copy_(total)
     if bias_sums is None:
         return (*grads, *(lse.new_empty(0) for _ in needs[3:]))
     return (*grads, bias_sums.to(operands.bias.dtype))
+
+
+def _by_head(scratch: Scratch, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the shape of `like` `[B, T, H, D]`, with undefined contents, that lies as `[B, H, T, D]`."""
+    batch, length, heads, dim = like.shape
+    return scratch(name, (batch, heads, length, dim), dtype).transpose(1, 2)
 
 
 class _Chunk:
@@ -90,10 +109,12 @@ class _Chunk:
         self.q, self.do = fold(q, matmul), fold(do, matmul)  # [n, G, Tq, D]
         self.k = fold_contiguous(k, matmul, "k", scratch)  # [n, Tk, D]
         self.lse_log2, self.delta = (t.flatten(0, 1).unsqueeze(-1) for t in (lse * LOG2E, delta))  # [n, G, Tq, 1]
-        # delta is one more column of do, or two bf16 ones of 8 bits each, and -1 of v: their product is do.v - delta.
-        high = self.delta.to(matmul)
-        self.deltas = (high,) if matmul == self.delta.dtype else (high, (self.delta - high).to(matmul))
-        self.v_minus = fold_contiguous(v, matmul, "v", scratch, *(-1.0 for _ in self.deltas))
+        # In bf16 delta is two more columns of do, of 8 bits each, and -1 of v: their product is do.v - delta.
+        self._deltas: tuple[torch.Tensor, ...] = ()
+        if matmul != self.compute:
+            high = self.delta.to(matmul)
+            self._deltas = high, (self.delta - high).to(matmul)
+        self._v = fold_contiguous(v, matmul, "v", scratch, *(-1.0 for _ in self._deltas))
         self.unit = 2.0**_UNIT_LOG2
         self._wide: Optional[torch.Tensor] = None  # k in the type that scores are computed in
         self._huge = bool((self.lse_log2.abs() > _HUGE_LSE).any())
@@ -106,11 +127,16 @@ class _Chunk:
         if scores.hides:  # a row that sees nothing has no weights
             self.lse_log2 = self.lse_log2.masked_fill(self.lse_log2 == -math.inf, math.inf)
 
-    def dropped(self, block: RowBlock, cols: slice) -> torch.Tensor:
-        """dP of one tile behind dropout, in the type of scores."""
-        v = self.v_minus[:, cols, : self.do.shape[-1]].contiguous()
-        dp = torch.bmm(take_rows(block, self.do), v.mT).to(self.compute)
-        return self.scores.drop(dp, block, cols)  # type: ignore[union-attr]
+    def dp_minus_delta(self, block: RowBlock, cols: slice, out: torch.Tensor) -> torch.Tensor:
+        """`do_i.v_j - delta_i` of one tile, into `out` `[n, G * rows, cols]`; dropped is dP, before delta is subtracted."""
+        if self.scores is not None and self.scores.dropout is not None:
+            v = self._v[:, cols, : self.do.shape[-1]].contiguous()
+            dp = torch.bmm(take_rows(block, self.do), v.mT).to(self.compute)
+            return out.copy_(self.scores.drop(dp, block, cols).sub_(take_rows(block, self.delta)))
+        v = take_columns(self._v, cols, self._scratch).mT
+        if self._deltas:
+            return torch.bmm(take_rows(block, self.do, *self._deltas), v, out=out)
+        return torch.baddbmm(take_rows(block, self.delta), take_rows(block, self.do), v, beta=-1, out=out)
 
     def try_half_scores(self, k, chunks: Chunks) -> None:
         """Use rounded scores if they fit. k `[b, Hk, Tk, D]`."""
@@ -153,14 +179,14 @@ class _Chunk:
         return narrow, narrow if gain is None else gain.mul_(p).to(self.q.dtype)
 
 
-def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch) -> None:
-    """All row blocks of one chunk."""
+def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, add: bool, scratch: Scratch) -> None:
+    """All row blocks of one chunk. `add`: to what dk and dv hold."""
     dq, dk, dv = targets
     heads, len_k, dim = chunk.k.shape
     dk_sum = _Sum(scratch("dk", (heads, len_k, dim), chunk.compute), scratch)
     dv_sum = _Sum(scratch("dv", (heads, len_k, chunk.do.shape[-1]), chunk.compute), scratch)
-    for block in chunk.geometry.row_blocks(chunks.step):
-        q, do, block_do_delta = take_rows(block, chunk.q), take_rows(block, chunk.do), take_rows(block, chunk.do, *chunk.deltas)
+    for block in chunks.blocks:
+        q, do = take_rows(block, chunk.q), take_rows(block, chunk.do)
         row_dq = None
         for cols in block.tiles(chunks.width):
             p, steep = chunk.weights(block, cols, chunks.width, scratch)
@@ -171,11 +197,7 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
             pairs = chunk.scores if chunk.scores is not None and chunk.scores.bias_gradient is not None else None
             if dq is None and dk is None and pairs is None:
                 continue
-            ds = scratch("ds", p.shape, p.dtype)
-            if drops is None:
-                torch.bmm(block_do_delta, take_columns(chunk.v_minus, cols, scratch).mT, out=ds)
-            else:  # what is dropped is dP, before delta is subtracted
-                ds.copy_(chunk.dropped(block, cols).sub_(take_rows(block, chunk.delta)))
+            ds = chunk.dp_minus_delta(block, cols, scratch("ds", p.shape, p.dtype))
             if pairs is not None:
                 pairs.add_bias_gradient(p, ds, chunk.unit, block, cols)
             ds.mul_(steep)
@@ -191,8 +213,13 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, scratch: Scratch
             target = dq[:, :, :, block.row : block.row + block.rows]
             target.copy_(row_dq.view(target.shape))
     for grad, total, factor in ((dk, dk_sum, chunk.scale), (dv, dv_sum, 1.0)):
-        if grad is not None:
-            grad.copy_(total.value().mul_(factor / chunk.unit).view(grad.shape))
+        if grad is None:
+            continue
+        value, factor = total.value().view(grad.shape), factor / chunk.unit
+        if add:
+            add_overlapping(grad, value, factor)
+        else:
+            grad.copy_(value.mul_(factor))
 
 
 class _Sum:

@@ -5,6 +5,7 @@ A chunk is some KV heads of some sequences. The query heads of a group are folde
 `block_m * block_n` fp32 elements of the plan's tile, whatever the lengths: memory is linear in the length.
 """
 
+import functools
 import math
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 MATMUL = {torch.float16: torch.float32}
 
 
+_ALIGNMENT = 64  # bytes; torch's own memory begins there
 KEPT_BYTES = 64 * 2**20  # default tiles take half of it
 _of_thread = threading.local()
 
@@ -89,12 +91,9 @@ class Geometry(NamedTuple):
         first = min(max(first, 0), self.len_k)
         return first if len(self.band) == 2 or self.band.chunk is None else first // self.band.chunk * self.band.chunk
 
-    def row_blocks(self, step: int) -> Iterator["RowBlock"]:
+    def row_blocks(self, step: int) -> tuple["RowBlock", ...]:
         """From the last to the first: under a causal mask the largest comes first, and the others reuse its scratch memory."""
-        for row in reversed(range(self.live_row, self.len_q, step)):
-            rows = min(step, self.len_q - row)
-            ranges = key_ranges(row, rows, self.len_q, self.len_k, 1, self.band)
-            yield RowBlock(self, row, rows, *ranges, early(ranges[0], self.band))
+        return _row_blocks(self, step)
 
 
 class RowBlock(NamedTuple):
@@ -149,7 +148,7 @@ class RowBlock(NamedTuple):
             # Whole vectors: twice as fast, and a few visible scores more get 0 added.
             low, high = max(low // 32 * 32, cols.start), min(-(-high // 32) * 32, cols.stop)
             edge = self._edge(low, high, scratch, s.dtype)
-            part = s.unflatten(1, (-1, self.rows))[..., low - cols.start : high - cols.start]
+            part = s.view(len(s), -1, self.rows, s.shape[2])[..., low - cols.start : high - cols.start]
             if exact:
                 part.masked_fill_(edge != 0, -torch.inf)
             else:
@@ -176,6 +175,18 @@ class RowBlock(NamedTuple):
         shift, len_k, band = self.geometry.shift, self.geometry.len_k, self.geometry.band
         blind = (first_key(i, shift, band) >= cols.stop) | (end_key(i, shift, len_k, band) <= cols.start)
         return blind if bool(blind.any()) else None
+
+
+@functools.lru_cache(maxsize=64)  # layers meet the same lengths, and short sequences take not much longer than this
+def _row_blocks(geometry: Geometry, step: int) -> tuple[RowBlock, ...]:
+    len_q, len_k, band = geometry
+
+    def block(row: int) -> RowBlock:
+        rows = min(step, len_q - row)
+        ranges = key_ranges(row, rows, len_q, len_k, 1, band)
+        return RowBlock(geometry, row, rows, *ranges, early(ranges[0], band))
+
+    return tuple(block(row) for row in reversed(range(geometry.live_row, len_q, step)))
 
 
 def sequences(problem, operands, for_q=(), for_k=()) -> Iterator[tuple[list, list]]:
@@ -224,20 +235,25 @@ class Chunks(NamedTuple):
     step: int
     width: int
     parts: list[tuple[slice, slice]]
+    blocks: tuple[RowBlock, ...]
 
     @classmethod
     def of(cls, tile, geometry: Geometry, batch: int, heads_k: int, group: int, half: bool, by_head=False) -> "Chunks":
         """`half`: scores take 2 bytes, and twice as many heads fit. `by_head`: of few heads all sequences."""
         most_scores = (1 + half) * tile.block_m * tile.block_n
-        rows = block_rows(tile, geometry.band, "backward")  # the forward's pieces are one block each
-        step = max(1, min(rows, geometry.len_q))
-        widest = max((max(block.end - block.start, block.early) for block in geometry.row_blocks(step)), default=0)
+        step = max(1, min(block_rows(tile, geometry.len_q, batch * heads_k * group, geometry.band), geometry.len_q))
+        blocks = geometry.row_blocks(step)
+        widest = max((max(block.end - block.start, block.early) for block in blocks), default=0)
         width = max(1, min(widest, tile.block_n))
-        step = max(1, min(step, most_scores // (group * width)))
+        most_rows = max(1, most_scores // (group * width))
+        if step > most_rows:
+            step, blocks = most_rows, geometry.row_blocks(most_rows)
         most_heads = max(1, most_scores // (group * step * width))
         if by_head:
-            return cls(step, width, [(b, h) for h, b in _rectangles(heads_k, batch, most_heads)])
-        return cls(step, width, list(_rectangles(batch, heads_k, most_heads)) if widest else [])
+            parts = [(b, h) for h, b in _rectangles(heads_k, batch, most_heads)]
+        else:
+            parts = list(_rectangles(batch, heads_k, most_heads)) if widest else []
+        return cls(step, width, parts, blocks)
 
 
 def _rectangles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
@@ -257,11 +273,22 @@ def fold(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return t.to(dtype).flatten(0, 1)
 
 
+def settled(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Those whose products read them as they lie: contiguous, from an address at which vectors may begin. Of anything else the
+    last bits would depend on strides. Those of half types are copied as they are folded."""
+
+    def lies_well(t) -> bool:
+        return t.dtype in COMPUTE or (t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0)
+
+    return [t if lies_well(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors]
+
+
 def fold_contiguous(t: torch.Tensor, dtype: torch.dtype, name: str, scratch: Scratch, *extra: float) -> torch.Tensor:
-    """`[b, h, T, D]` -> `[n, T, D + len(extra)]` in `dtype`, contiguous, with constants for the extra columns: K and V, once.
-    bf16 matmuls would copy anything else for every block; of the others the last bits would depend on strides."""
+    """`[b, h, T, D]` -> `[n, T, D + len(extra)]` in `dtype`, with constants for the extra columns: K and V, once. Contiguous in
+    bf16, whose matmuls would copy anything else for every block; others take rows that lie apart, and pieces that overlap."""
     dim = t.shape[-1]
-    if t.dtype == dtype and t.is_contiguous() and not extra:
+    fits = t.is_contiguous() or (dtype != torch.bfloat16 and 1 in t.shape[:2])
+    if t.dtype == dtype and fits and not extra:
         return t.flatten(0, 1)
     result = scratch(name, (*t.shape[:-1], dim + len(extra)), dtype)
     result[..., :dim].copy_(t)
@@ -288,4 +315,4 @@ def take_rows(block: RowBlock, *tensors: torch.Tensor) -> torch.Tensor:
     """The rows of a block of `[n, G, Tq, D]`, folded: `[n, G * rows, D]`; several tensors become one, side by side."""
     rows = [t[:, :, block.row : block.row + block.rows] for t in tensors]
     one = rows[0] if len(rows) == 1 else torch.cat(rows, -1)
-    return one.contiguous().flatten(1, 2)  # as `fold_contiguous`
+    return (one.contiguous() if one.dtype == torch.bfloat16 else one).flatten(1, 2)  # as `fold_contiguous`

@@ -5,6 +5,8 @@ their LSE. Nearly always one tile holds all columns that the block sees. Scores 
 than exp in torch on a CPU.
 """
 
+from typing import NamedTuple, Optional
+
 import torch
 
 from rowmax.cpu import half_scores
@@ -19,6 +21,7 @@ from rowmax.cpu.blocks import (
     fold,
     fold_contiguous,
     numbered_sequences,
+    settled,
     take_columns,
     take_rows,
     widen,
@@ -37,6 +40,8 @@ def tiled(problem, operands, tile, need_lse, exact=False):
     if need_lse and problem.sink:
         start_lse(problem, operands, lse)
     scratch = Scratch()
+    q, k, v = settled(*operands[:3])
+    operands = operands._replace(q=q, k=k, v=v)
     for_q = (out, lse.movedim(-1, -2)) if need_lse else (out,)
     for number, rows, cols in numbered_sequences(problem, operands, for_q):
         # A bias or a sink may be far from the scores, which then need a pivot; and nothing but them may be rounded.
@@ -47,11 +52,11 @@ def tiled(problem, operands, tile, need_lse, exact=False):
         if try_half and cut:
             try_half = _whole_fits(problem, tile, geometry, rows[0], *cols, scratch)
         for piece in pieces(problem, tile, number, rows, cols):
-            _piece(problem, operands, tile, piece, cut, scratch, exact, bounded, try_half)
+            _piece(problem, operands, tile, piece, cut, scratch, need_lse, exact, bounded, try_half)
     return out, lse
 
 
-def _piece(problem, operands, tile, piece: Piece, cut: bool, scratch: Scratch, exact, bounded, try_half) -> None:
+def _piece(problem, operands, tile, piece: Piece, cut: bool, scratch: Scratch, need_lse, exact, bounded, try_half) -> None:
     """Writes out and lse, the second and a third of the rows. `cut`: rounded scores, if tried, are known to fit."""
     q, out, *row_lse = (by_kv_head(t, problem.heads_k) for t in piece.rows)  # [B, Hk, G, Tq, ...]
     k, v = (t.transpose(1, 2) for t in piece.cols)  # [B, Hk, Tk, D]
@@ -59,33 +64,46 @@ def _piece(problem, operands, tile, piece: Piece, cut: bool, scratch: Scratch, e
     chunks = piece.chunks(tile, problem.group, try_half)
     compute, matmul = COMPUTE.get(q.dtype, q.dtype), MATMUL.get(q.dtype, q.dtype)
     scores = None if problem.plain else Scores.of(problem, operands, piece.number, piece.rows[0], piece.cols[0], compute)
-    blocks = list(piece.geometry.row_blocks(chunks.step))
     for part in chunks.parts:
-        q_part = fold(q[part], matmul)
         k_part, v_part = (fold_contiguous(t[part], matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
-        wide = None  # k in the type that scores are computed in
-        part_scores = None if scores is None else scores.part(part)
-        attempts = 0.0
+        q_part = fold(q[part], matmul) if try_half else q[part]
+        chunk, attempts = None, 0.0
         if try_half and (
             cut or half_scores.fit_forward(q_part, k_part, v_part, problem.scale, piece.geometry, chunks, scratch)
         ):
             attempts = half_scores.ATTEMPTS
-        for block in blocks:
-            rows = slice(block.row, block.row + block.rows)
-            block_q, o = take_rows(block, q_part), None
+        for block in chunks.blocks:
+            rows, o = slice(block.row, block.row + block.rows), None
             if attempts >= 1 and half_scores.eligible(block, chunks.width):
+                block_q = take_rows(block, q_part)
                 o = half_scores.forward_block(block_q, k_part, v_part, problem.scale, block, scratch)
                 attempts += -1 if o is None else half_scores.EARNED
             if o is None:
-                if wide is None:
+                if chunk is None:
+                    q_log2 = scratch("q", q[part].shape, compute).copy_(q[part]).mul_(problem.scale * LOG2E).flatten(0, 1)
                     wide = widen(k_part[:, : block.end], compute, scratch)  # earlier rows end earlier
-                q_log2 = block_q.to(compute) * (problem.scale * LOG2E)
-                o, lse_log2 = _row_block(q_log2, wide, v_part, block, chunks.width, scratch, exact, bounded, part_scores)
+                    part_scores = None if scores is None else scores.part(part)
+                    chunk = _Chunk(q_log2, wide, v_part, part_scores, exact, bounded, need_lse, scratch)
+                o, lse_log2 = _row_block(chunk, block, chunks.width)
                 if lse is not None:
                     target = lse[part][..., rows]
                     torch.mul(lse_log2.view(target.shape), LN2, out=target)
             target = out[part][:, :, :, rows]
             target.copy_(o.view(target.shape))
+
+
+class _Chunk(NamedTuple):
+    """The operands of some heads, folded: q `[n, G, Tq, D]` times the scale, k `[n, Tk, D]`, v `[n, Tk, Dv]`. Scores that are
+    `bounded` need no maximum as a pivot."""
+
+    q_log2: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scores: Optional[Scores]
+    exact: bool
+    bounded: bool
+    need_lse: bool
+    scratch: Scratch
 
 
 def _whole_fits(problem, tile, geometry: Geometry, q, k, v, scratch: Scratch) -> bool:
@@ -103,18 +121,21 @@ def _whole_fits(problem, tile, geometry: Geometry, q, k, v, scratch: Scratch) ->
     return all(fits(part) for part in parts)
 
 
-def _row_block(q, k, v, block: RowBlock, width, scratch, exact, bounded, scores=None):
-    """`(o [n, G * rows, Dv], lse_log2 [n, G * rows, 1])` of one row block over all columns that it sees."""
-    out = lse = None
+def _row_block(chunk: _Chunk, block: RowBlock, width: int):
+    """`(o [n, G * rows, Dv], lse_log2 [n, G * rows, 1])` of one row block over all columns that it sees; the second may be
+    None if it is not needed."""
+    q, scores = take_rows(block, chunk.q_log2), chunk.scores
     sink = None if scores is None else scores.sink_rows(block)
-    for cols in block.tiles(width):
-        o, tile_lse = _tile(q, k, v, block, cols, scratch, exact, bounded, scores, sink if out is None else None)
-        out, lse = (o, tile_lse) if out is None else _merge(out, lse, o, tile_lse)
+    tiles = list(block.tiles(width))
+    out, lse = _tile(chunk, q, block, tiles[0], sink, chunk.need_lse or len(tiles) > 1)
+    for cols in tiles[1:]:
+        out, lse = _merge(out, lse, *_tile(chunk, q, block, cols, None, True))
     return out, lse
 
 
-def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded, scores=None, sink=None):
-    """Attention of the rows over one tile's columns and a `sink`. Scores that are `bounded` need no maximum as a pivot."""
+def _tile(chunk: _Chunk, q, block: RowBlock, cols: slice, sink, need_lse: bool):
+    """Attention of the rows `q` over one tile's columns and a `sink`."""
+    _, k, v, scores, exact, bounded, _, scratch = chunk
     s = torch.bmm(q, k[:, cols].mT, out=scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype))
     if scores is not None:
         exact = exact or scores.any_number
@@ -133,7 +154,9 @@ def _tile(q, k, v, block: RowBlock, cols, scratch, exact, bounded, scores=None, 
     l = p.sum(-1, keepdim=True)
     if sink is not None:
         l += (sink - m).exp2_()
-    lse = l.log2() if m is None else m + l.log2()
+    lse = None
+    if need_lse:
+        lse = l.log2() if m is None else m + l.log2()
     if scores is not None:
         scores.drop(p, block, cols)
     weight = 1.0 / torch.where(l == 0, 1.0, l) if blind else 1.0 / l

@@ -1,4 +1,4 @@
-"""A window cut into short sequences, so that few large operations compute its forward and little that it hides.
+"""A window cut into short sequences, so that few large operations compute it and little that it hides.
 
 Row blocks of a window see equally many keys, each block `STEP` keys further than the one before: they are a batch of short
 sequences whose keys overlap in memory, views of what was given. The first rows, for which the window is cut off, and the last
@@ -8,8 +8,7 @@ are a sequence each (l, r are the sides of the window):
     keys   [0, head + shift + r)   count times STEP + l + r, every STEP,    [.., len_k)
                                    from head + shift - l
 
-The gradients of keys would be sums over overlapping pieces, which costs more than it saves: the backward walks row blocks of
-whole sequences.
+The gradients of keys are sums over the pieces that overlap there: `add_overlapping`.
 """
 
 from collections.abc import Iterator
@@ -92,3 +91,11 @@ def _cut(number: int, geometry: Geometry, rows: list, cols: list) -> Iterator[Pi
         first = tail + shift - left
         rest = Geometry(geometry.len_q - tail, geometry.len_k - first, geometry.band)
         yield Piece(number, rest, [t[None, tail:] for t in rows], [t[None, first:] for t in cols])
+
+
+def add_overlapping(target, part, factor: float) -> None:
+    """`target += factor * part`, `[count, h, width, D]`, where each piece of `target` lies `STEP` keys behind the one before:
+    so many keys of all pieces are added at once, which do not overlap."""
+    for first in range(0, part.shape[2], STEP):
+        keys = slice(first, first + STEP)
+        target[:, :, keys].add_(part[:, :, keys], alpha=factor)
