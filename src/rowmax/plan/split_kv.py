@@ -34,13 +34,15 @@ MOST_SEQUENCES = 1024  # whose lengths a program looks through to find its part
 MOST_PARTS = 128
 INVARIANT_KEYS = 512  # of the first parts of a batch-invariant call: in every call the same, or results would differ
 # Parts of one size, those of all row tiles and KV heads of a query together: of 131072 keys and 8 heads a sequence has 83
-# parts, where 256 are of 512 keys. Chosen by a model fitted to 16 rows of `sweep-h200-2026-11-30-second.json`, all within 9%: a
-# call takes 12 us, and 2.5 for every 16 parts of a row that are joined; of 264 programs at once each waits 1.2 us and then
-# reads 1.1 tiles a us, or its share of 127. Over the best shares one sequence of 131072 keys then takes 1.09 (192), 1.44 (128),
-# 1.12 (256), 1.14 (512), 1.22 (192, the last parts not launched first); with all parts of 512 keys 1.31 (measured: 1.27), of
-# 1024 1.14 (1.16). Of 32768 keys 1.11 (192), 1.10 (256), 1.18 (all of 512; measured: 1.21). Over 1 to 32 heads, 1 to 16
-# sequences and 1024 to 2^20 keys 192 and 256 are alike and best, 1.03 to 1.09 on average; worst, up to 1.5, is one sequence of
-# one or two heads and more than 65536 keys, whose rows join 150 parts and more.
+# parts, where 256 are of 512 keys. Not measured yet; chosen by a model fitted to 16 rows of
+# `sweep-h200-2026-11-30-second.json`, which are within 9% of it: a call takes 12 us, and 2.5 for every 16 parts of a row that
+# are joined; of 264 programs at once each waits 1.2 us and then reads 1.1 tiles a us, or its share of 127. Over the best shares
+# one sequence of 131072 keys then takes 1.09 (192), 1.44 (128), 1.12 (256), 1.14 (512), 1.22 (192, the last parts not launched
+# first); with all parts of 512 keys 1.31 (measured: 1.27), of 1024 1.14 (1.16). Of 32768 keys 1.11 (192), 1.10 (256), 1.18 (all
+# of 512; measured: 1.21). Over 1 to 32 heads, 1 to 16 sequences and 1024 to 2^20 keys 192 and 256 take 1.03 to 1.10 on average,
+# for every number of heads; worst, up to 1.5, are one or two sequences with one or two heads and more than 65536 keys, whose
+# rows join 150 parts and more. `rowmax explain` orders them alike: 147 us (192), 149 (256), 153 (512), 157 (128), 164 (all of
+# 512), 151 (of 1024).
 INVARIANT_PARTS = 192
 LEAST_DOUBLES = 4
 MOST_BYTES = 2**28  # for partial results of a batch-invariant call
