@@ -5,6 +5,7 @@ of each the tiles that may be better than what the plan takes. All kernels are c
 every result is held against the definition on two sequences before it is timed.
 """
 
+import re
 import subprocess
 import sys
 import time
@@ -208,7 +209,7 @@ def _build_ahead(options, number: int = BUILDERS) -> None:
 
 
 def _build_some(shapes, device: torch.device, options) -> None:
-    """This process's share of them, on memory that nobody filled. Calls that differ in their parts alone share a build."""
+    """A share of them, on memory that nobody filled. Calls that differ in the number of their parts alone share a build."""
     mine, of = map(int, options.build.split("/"))
     places: dict[tuple, int] = {}  # of what makes a build -> its number
     jobs: list[Callable] = [lambda text=text: _shape_unfilled(Problem.parse(text), device, options.short) for text in shapes]
@@ -220,7 +221,7 @@ def _build_some(shapes, device: torch.device, options) -> None:
     for job in jobs:
         form, calls = job()
         for name, call in calls.items():
-            place = places.setdefault((form, name.rsplit(" ", 1)[0]), len(places))
+            place = places.setdefault((form, re.sub(r" [xp]\d+", "", name)), len(places))
             if place % of == mine:
                 try:
                     call()
