@@ -25,6 +25,7 @@ import gpu_faults
 import gpu_masks
 import gpu_second
 import gpu_serving
+import gpu_torch
 
 CHECKS = {}
 
@@ -243,15 +244,6 @@ def the_result_does_not_depend_on_the_length_hints():
 
 
 @check
-def a_tensor_on_another_device_than_the_current_one():
-    if torch.cuda.device_count() < 2:
-        return
-    problem = Problem.parse("b1 h2 q50 k50 d64 bf16 causal")
-    with torch.cuda.device(0):
-        assert testing.check(problem, device="cuda:1").ok
-
-
-@check
 def kept_launches_give_what_new_ones_give():
     """Calls of the operator, and those without gradients that go past it; other data, layouts and streams, bit for bit."""
     for text, layouts in (
@@ -386,7 +378,7 @@ def memory_does_not_grow_over_calls():
     assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes were kept"
 
 
-CHECKS |= gpu_serving.CHECKS | gpu_faults.CHECKS | gpu_masks.CHECKS | gpu_second.CHECKS
+CHECKS |= gpu_serving.CHECKS | gpu_faults.CHECKS | gpu_masks.CHECKS | gpu_second.CHECKS | gpu_torch.CHECKS
 
 
 def run_one(name: str) -> tuple[str, str, float]:
