@@ -122,6 +122,30 @@ CALLS = {
 SKIPPED = {"device", "out", "scheduler_metadata"}  # torch's own; what is written to
 
 
+DESCRIBED = {
+    "Problem.parse": rowmax.Problem.parse,
+    "PagedProblem.parse": rowmax.PagedProblem.parse,
+    "Plan.parse": rowmax.Plan.parse,
+    "plan of a problem": lambda given: rowmax.plan(given, rowmax.Device.named("H200")),
+    "plan on a device": lambda given: rowmax.plan(PROBLEM, given),
+    "plan of a direction": lambda given: rowmax.plan(PROBLEM, rowmax.Device.named("H200"), direction=given),
+    **{name: lambda given, name=name: PROBLEM.with_(**{name: given}) for name in ("batch", "len_q", "dim_qk", "scale")},
+}
+PROBLEM = rowmax.Problem.parse("b1 h1 q4 d8 fp32")
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_what_describes_a_call(name):
+    for thing in THINGS:
+        if type(thing).__hash__ is not None:  # the plan is looked up, which takes what can be
+            with contextlib.suppress(ProblemError, Unsupported):
+                made = DESCRIBED[name](thing)
+                assert name == "Plan.parse" or type(thing) in (int, float), f"{thing!r} made {made}"
+    assert PROBLEM.with_(len_q=3).len_q == 3
+    with pytest.raises(ProblemError, match="len_q must be an integer, at least 0; got -5"):
+        PROBLEM.with_(len_q=-5)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CALLS)
 def test_each_argument_in_turn(name):

@@ -155,9 +155,13 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: hints to choose tiles; the result does not depend on them.
 
     Returns:
-        out `[Tq, Hq, Dv]`; with `return_lse` also lse `[Hq, Tq]`. Rows of q that belong to no sequence give 0 and -inf.
+        out `[Tq, Hq, Dv]` in the inputs' dtype; with `return_lse` also lse `[Hq, Tq]`, fp32, natural logarithm. Rows of q that
+        belong to no sequence give 0 and -inf.
 
-    The other arguments, errors and conventions (bottom-right alignment within each sequence) are those of `attention`.
+    Raises:
+        ProblemError, Unsupported: as `attention`; and for lengths that decrease or leave the tensors, on the CPU.
+
+    The other arguments, conventions (bottom-right alignment within each sequence) and the method are those of `attention`.
     """
     if not_taken:
         refuse("attention_varlen", not_taken)

@@ -73,6 +73,10 @@ class PagedKVCache:
         latent: values are the first `dim_v` columns of the keys and take no memory (multi-head latent attention).
         max_sequences: sequences at a time.
         max_length: tokens of a sequence at most; None: as many as the cache holds.
+        dtype: of keys and values: fp16, bf16, fp32, fp64 (on the CPU), or torch.float8_e4m3fn.
+
+        Raises:
+            ProblemError: a size is no integer of at least 1, or the type is another.
         """
         pages, page_size, layers = counted("pages", pages), counted("page_size", page_size), counted("layers", layers)
         heads, dim, max_sequences = counted("heads", heads), counted("dim", dim), counted("max_sequences", max_sequences)
@@ -124,7 +128,11 @@ class PagedKVCache:
         return self._lengths[self._known(sequence)]
 
     def add(self) -> int:
-        """A new sequence without tokens; the number that stands for it until it is freed."""
+        """A new sequence without tokens; the number that stands for it until it is freed.
+
+        Raises:
+            CacheFull: all `max_sequences` are in use.
+        """
         if not self._rows:
             raise CacheFull(
                 f"all {self._table.shape[0]} sequences are in use; free one, or make the cache with more max_sequences."
@@ -134,7 +142,11 @@ class PagedKVCache:
         return sequence
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the same tokens: it shares their pages. A page that is not full is copied when one grows."""
+        """A new sequence with the same tokens: it shares their pages. A page that is not full is copied when one grows.
+
+        Raises:
+            CacheFull: as `add`; ProblemError: an unknown sequence.
+        """
         source = self._known(sequence)
         other = self.add()
         self._pages[other] = list(self._pages[source])
@@ -145,14 +157,22 @@ class PagedKVCache:
         return other
 
     def free(self, sequence: int) -> None:
-        """End a sequence: pages that nobody shares are free again."""
+        """End a sequence: pages that nobody shares are free again.
+
+        Raises:
+            ProblemError: an unknown sequence.
+        """
         sequence = self._known(sequence)
         self._release(self._pages.pop(sequence))
         del self._lengths[sequence]
         self._rows.append(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens from `length` on, as when speculated ones were wrong."""
+        """Forget the tokens from `length` on, as when speculated ones were wrong.
+
+        Raises:
+            ProblemError: an unknown sequence, or it is shorter.
+        """
         length = counted("length", length, 0)
         if length > self.length(sequence):
             raise ProblemError(f"sequence {sequence} has {self.length(sequence)} tokens; it cannot be cut to {length}.")
@@ -214,7 +234,11 @@ class PagedKVCache:
         interleaved: bool = False,
     ) -> None:
         """Write the new tokens of a step: k `[B, T, H, D]`, or packed `[T, H, D]` where the step has a number for each
-        sequence; v alike (None if latent). Other arguments as for `append_kv`."""
+        sequence; v alike (None if latent); in the pages' type, or fp16 or bf16 for 8 bits. Other arguments as for `append_kv`.
+
+        Raises:
+            ProblemError: as `append_kv`; and there is no such layer.
+        """
         layer = self._layer(step, layer)
         v_pages = None if self._latent else self.v_pages[layer]
         if self.k_scale is not None:
@@ -238,7 +262,11 @@ class PagedKVCache:
 
     def attend(self, step: Step, q: torch.Tensor, *, layer: int = 0, **options):
         """`attention_paged` of the new tokens' queries, laid out as in `append`, over all tokens of their sequences; with its
-        other arguments, but for those that the step has (`cu_seqlens_q`, `max_seqlen_q`)."""
+        other arguments, but for those that the step has (`cu_seqlens_q`, `max_seqlen_q`).
+
+        Raises:
+            ProblemError, Unsupported: as `attention_paged`; and there is no such layer.
+        """
         _leave_to_the_step(options)
         layer = self._layer(step, layer)
         tables = (self.k_pages[layer], self.v_pages[layer], step.block_table, step.seqlens_k)

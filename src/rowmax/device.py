@@ -26,16 +26,20 @@ class Device:
     shared_bytes: int = 0
 
     @classmethod
-    def of(cls, device: "torch.device | torch.Tensor") -> "Device":
-        """The device a tensor lies on; CUDA properties are read once."""
-        device = device.device if isinstance(device, torch.Tensor) else device
+    def of(cls, device: "torch.device | torch.Tensor | str") -> "Device":
+        """The device a tensor lies on, or by torch's name, "cuda:1"; CUDA properties are read once."""
+        device = device.device if isinstance(device, torch.Tensor) else torch.device(device)
         return _query(device.type, device.index)
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """A device of the table, for plans without the hardware: `Device.named("H200")`."""
+        """A device of the table, for plans without the hardware: `Device.named("H200")`.
+
+        Raises:
+            KeyError: there is none of that name; says which there are.
+        """
         try:
-            return _NAMED[name.lower().replace("nvidia", "").strip()]
+            return _NAMED[str(name).lower().replace("nvidia", "").strip()]
         except KeyError:
             raise KeyError(f"no device '{name}'; known are {', '.join(sorted(_NAMED))}") from None
 

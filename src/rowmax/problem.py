@@ -26,6 +26,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIN_DIM, MAX_DIM = 1, 256
 MAX_SCALE = 1e38  # times log2(e) it is still a finite fp32 number
 MAX_SOFTCAP = 1e30  # a score over it is still a normal fp32 number
+_SIZES = ("batch", "heads_q", "heads_k", "len_q", "len_k", "dim_qk", "dim_v")
 ALIBI = {"": "", "head": "alibi", "batch": "alibi(batch)"}  # slopes of what -> its spelling
 
 
@@ -120,6 +121,12 @@ class Problem:
     more_words: ClassVar[tuple] = ()  # of the spelling of a kind of problem, in the form of `_WORDS`
 
     def __post_init__(self):
+        for name in _SIZES:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)) or (type(size) is int and size < 0):
+                raise ProblemError(f"{name} must be an integer, at least 0; got {size!r}.")
+        if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float, torch.SymFloat)):
+            raise ProblemError(f"scale must be a number; got {self.scale!r}.")
         if self.scale != self.scale and self.dim_qk > 0:
             object.__setattr__(self, "scale", self.dim_qk**-0.5)
         if len(self.band) > 2:
@@ -245,6 +252,8 @@ class Problem:
         Raises:
             ProblemError: a word that is not part of the spelling, or a missing one.
         """
+        if not isinstance(text, str):
+            raise ProblemError(f"a problem is spelled in text, {_EXAMPLE}; got {type(text).__name__}.")
         found: dict = {}
         more: dict = {}
         for word in text.split():

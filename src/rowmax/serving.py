@@ -238,7 +238,9 @@ def prepare_paged(
         its tensors and its memory for partial results alive. Its calls must follow one another, as on one stream.
 
     Raises:
-        ProblemError, Unsupported: as `attention_paged`.
+        ProblemError, Unsupported: as `attention_paged`; and if an input requires gradients, which the result cannot have.
+
+    Method: as `attention_paged`.
     """
     if not_taken:
         refuse("prepare_paged", not_taken)
@@ -370,13 +372,13 @@ def append_kv(
     Args:
         k_pages, v_pages, block_table, seqlens_k: as for `attention_paged`, and to be handed to it afterwards: the lengths
             count the new tokens, which come last.
-        k: `[B, Hk, D]` (one token of each sequence), `[B, T, Hk, D]`, or with `cu_seqlens` packed `[T, Hk, D]`.
+        k: `[B, Hk, D]` (one token of each sequence), `[B, T, Hk, D]`, or with `cu_seqlens` packed `[T, Hk, D]`, in the pages'
+            type, or fp16 or bf16 for pages in 8 bits.
         v: alike with Dv for D; with `v_pages=None` also None, where values are columns of the keys.
         rotary_cos, rotary_sin: `[positions, pairs]`: rotate the first `2 * pairs` columns of a key by the angles of its
             position (`rotate` does the same to queries).
         k_scale, v_scale: as for `attention_paged`: into pages in 8 bits go k and v divided by them, at most 448 in size.
         interleaved: pairs are columns (2i, 2i + 1) instead of (i, pairs + i).
-
         debug: check lengths, ids and bounds as on the CPU before anything is written, and name the entry that is wrong. Copies
             them to the host and waits.
 
@@ -385,6 +387,9 @@ def append_kv(
 
     Raises:
         ProblemError: what arrived, what is required and the fix.
+
+    Method: pages as in PagedAttention (Kwon et al. 2023, section 4.1); rotation by position as in RoFormer (Su et al. 2021,
+        section 3.4.2).
     """
     required = {"k_pages": k_pages, "k": k, "block_table": block_table, "seqlens_k": seqlens_k}
     for name, tensor in required.items():

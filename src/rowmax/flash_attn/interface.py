@@ -3,7 +3,8 @@
 Dense tensors are `[B, T, H, D]`, packed ones `[T, H, D]` with `cu_seqlens` int32 `[B + 1]`. All of them return `out`, and with
 `return_attn_probs` `(out, softmax_lse, S_dmask)`: lse fp32 `[B, H, T]` or `[H, T]`, natural logarithm, +inf where a query sees
 no key; S_dmask is empty but where weights are dropped (`dmask`). Masks are aligned to the bottom right: query i sees key j iff
-j <= i + Tk - Tq.
+j <= i + Tk - Tq. Types, dimensions (any up to 256), errors (`ProblemError`, `Unsupported`) and the method are those of
+`rowmax.attention`.
 """
 
 from typing import Optional

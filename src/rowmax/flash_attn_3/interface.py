@@ -2,7 +2,8 @@
 
 Dense tensors are `[B, T, H, D]`, packed ones `[T, H, D]` with `cu_seqlens` int32 `[B + 1]`. All return `out`, and with
 `return_attn_probs` `(out, softmax_lse)`: fp32 `[B, H, T]` or `[H, T]`, natural logarithm, -inf where a query sees no key. Masks
-are aligned to the bottom right: query i sees key j iff j <= i + Tk - Tq.
+are aligned to the bottom right: query i sees key j iff j <= i + Tk - Tq. Types, dimensions, errors (`ProblemError`,
+`Unsupported`) and the method are those of `rowmax.attention`.
 """
 
 from typing import Any, Optional, Union

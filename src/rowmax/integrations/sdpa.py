@@ -35,7 +35,7 @@ def sdpa(
 
     Args:
         query: `[..., H, Tq, D]`; key: `[..., Hk, Tk, D]`; value: `[..., Hk, Tk, Dv]`, at least `[T, D]`. Leading dimensions
-            of 1 are broadcast.
+            of 1 are broadcast. fp16, bf16, fp32 (fp64 on the CPU), D and Dv from 1 to 256.
         attn_mask: `[..., H, Tq, Tk]` with sizes of 1 and leading dimensions broadcast: boolean, True where the query sees the
             key, or added to the scores, of the query's type or fp32, with its gradient. Or a
             `torch.nn.attention.bias.CausalBias`.
@@ -46,7 +46,11 @@ def sdpa(
         enable_gqa: H may be a multiple of Hk; consecutive heads share a KV head.
 
     Returns:
-        `[..., H, Tq, Dv]`. Gradients flow to query, key and value.
+        `[..., H, Tq, Dv]` in the query's type. Gradients flow to query, key, value and a mask that is added. A query that sees
+        no key gives 0, where torch's own backends differ.
+
+    Raises:
+        ProblemError, Unsupported: as `rowmax.attention`, whose method it is.
     """
     if not_taken:
         refuse("sdpa", not_taken)

@@ -54,7 +54,7 @@ class Plan:
         Raises:
             ProblemError: it is spelled otherwise. Whether the tiles can run only `plan` can tell.
         """
-        match = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text.strip())
+        match = re.fullmatch(r"(\w+)(?:\[(.*)\])?", str(text).strip())
         if match is None:
             raise ProblemError(f"'{text}' is no plan; an example: 'q_outer[128x128 w8 s2]'")
         if match[2] is None:
@@ -104,9 +104,14 @@ def plan(
         pairs_aligned: so do those of a bias and a mask; None: as those of contiguous ones would.
 
     Raises:
-        ProblemError: `prefer` is no spelling of a plan.
+        ProblemError: `prefer` is no spelling of a plan, or another argument of another kind.
         Unsupported: no candidate, or not the preferred one, or not with its tiles, can run it; lists every candidate's reason.
     """
+    if not isinstance(problem, Problem) or not isinstance(device, Device):
+        kinds = f"{type(problem).__name__} and {type(device).__name__}"
+        raise ProblemError(f"plan takes a Problem and a Device, Problem.parse('...') and Device.named('H200'); got {kinds}.")
+    if direction not in ("forward", "backward"):
+        raise ProblemError(f"direction must be 'forward' or 'backward'; got {direction!r}.")
     entry, why_not = (None, "") if prefer else tuned.find(problem, device, direction)
     if entry is not None:
         try:
