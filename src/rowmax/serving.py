@@ -391,10 +391,10 @@ def append_kv(
     Method: pages as in PagedAttention (Kwon et al. 2023, section 4.1); rotation by position as in RoFormer (Su et al. 2021,
         section 3.4.2).
     """
-    required = {"k_pages": k_pages, "k": k, "block_table": block_table, "seqlens_k": seqlens_k}
-    for name, tensor in required.items():
+    required = (k_pages, k, block_table, seqlens_k)
+    for tensor in required:
         if not isinstance(tensor, torch.Tensor):
-            check_tensors(**{name: tensor})
+            check_tensors(**dict(zip(("k_pages", "k", "block_table", "seqlens_k"), required, strict=True)))
     if not (type(interleaved) is type(debug) is bool):
         flags(interleaved=interleaved, debug=debug)
     if debug:
@@ -407,8 +407,9 @@ def append_kv(
         APPEND(k_pages, v_pages, k, v, block_table, seqlens_k, *others, interleaved)
     except RuntimeError:  # of torch: it may say less about what arrived
         names = ("cu_seqlens", "rotary_cos", "rotary_sin", "k_scale", "v_scale")
-        named = {"v_pages": v_pages, "v": v, **dict(zip(names, others, strict=True))}
-        check_tensors(**required, **{name: tensor for name, tensor in named.items() if tensor is not None})
+        named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, "block_table": block_table, "seqlens_k": seqlens_k}
+        named |= dict(zip(names, others, strict=True))
+        check_tensors(**{name: tensor for name, tensor in named.items() if tensor is not None})
         for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
             if pages is not None and (pages.is_neg() or pages.is_conj()):
                 raise ProblemError(f"{name} is a view with the other sign, which cannot be written to.") from None
