@@ -9,9 +9,12 @@ All query heads of a KV head are rows of one tile, so that K and V are read once
     c8    each part has 8 tiles of keys, counted from the first key, so that the result does not depend on what else there is
     c8d24 24 parts have 8 tiles, the next 24 have 16, the next 32, and so on: `fixed_parts.py`
     r8d24 the same parts, but one program takes those of a row tile in turn: bitwise the same without memory for them; or r8
-    x8 once   one kernel: of the programs of a row tile the one that ends last combines them, in their order; bitwise the same
+    x8 once   one kernel: of the programs of a row tile the one that ends last combines them, in their order; bitwise the same.
+          Left to be asked for: of 24 tiles 16 gain, most of them up to 2%, and 8 lose up to 6%; of those chosen here 17.15 us
+          for 17.54, 250.7 for 252.6 and 135.5 for 137.8, but 39.7 for 39.3, 16.9 for 16.6 and 21.4 for 20.0 (clean)
 
-Microseconds below are replays on an H200, of `benchmarks/results/decode/sweep-h200-2026-11-30.json`, which has 400 more.
+Microseconds below are replays on an H200, of `benchmarks/results/decode/sweep-h200-2026-11-30.json`, which has 400 more; clean
+ones of `states-h200-2026-11-30.json`: what the L2 cache held before was written back (`benchmarks/README.md`).
 """
 
 import re
@@ -271,8 +274,16 @@ def _parts(problem: Problem, device: Device, blocks: tuple[tuple[int, int, int, 
     which, best = min(((which, parts) for which in range(len(blocks)) for parts in counts), key=time)
     rows, columns, warps, stages = blocks[which]
     each = -(-turns // best)
-    if not paged and (rows, warps, stages) == (16, 4, 3) and each > 32:
-        warps = 2  # 135.3 us for 135.9, 137.8 for 138.3, 255.8 for 256.7; with few turns to its work rather slower
+    if not paged and (rows, warps) == (16, 4):
+        programs, fourth = items * best, len(blocks) > 1
+        if stages == 3 and fourth and programs <= device.sms and each * columns >= SHORT_KEYS:
+            # Alone on a multiprocessor: 48.2 us for 49.0 (two warps: 49.7), clean 39.3 for 41.2; of 8 tiles rather slower.
+            stages = 4
+        elif stages == 3 and each > 32:
+            warps = 2  # 135.3 us for 135.9, 137.8 for 138.3, 255.8 for 256.7; with few turns to its work rather slower
+        elif stages == 4 and most[which] * device.sms < programs <= beside(problem, device, rows, columns, 2) * device.sms:
+            # All at once, not in two rounds: 482.5 us for 483.6, clean 484.8 for 489.3; of twice as many 503.2 for 491.4.
+            stages = 2
     why = f"{items * best} programs of {each} tiles of keys fill {device.sms} multiprocessors best"
     return SplitTile(rows, columns, warps, stages, False, best), why
 
