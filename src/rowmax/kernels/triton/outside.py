@@ -30,13 +30,13 @@ def outside_kernel(
     batch, rows, x_width, y_width, heads,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for ROWS rows. Where `cu_seqlens` decreases, any row may be nobody's: then all become 0."""
+    """One program for ROWS rows. Where `cu_seqlens` decreases or leaves the tensor, any row may be nobody's: all become 0."""
     falls = batch * 0
     for first in range(0, batch, AT_ONCE):
         b = first + tl.arange(0, AT_ONCE)
         here = tl.load(cu_seqlens + b, mask=b < batch, other=0)
         following = tl.load(cu_seqlens + b + 1, mask=b < batch, other=0)
-        falls += tl.sum((following < here).to(tl.int32), 0)
+        falls += tl.sum(((following < here) | (following > rows)).to(tl.int32), 0)
     begin = clamp(tl.load(cu_seqlens), 0, rows).to(tl.int32)
     end = clamp(tl.load(cu_seqlens + batch), begin, rows).to(tl.int32)
     if falls > 0:
