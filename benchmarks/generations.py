@@ -237,13 +237,14 @@ def main(arguments: "list[str] | None" = None) -> int:
     for job, outcome in zip(wanted, outcomes, strict=True):
         if outcome.error:
             print(f"  {job['plan']} of '{job['problem']}': {outcome.error}", file=sys.stderr)
-    peak, rows, failures = timing.peak_tflops(torch.bfloat16, device), [], 0
+    most = timing.most_tflops(torch.bfloat16, device, timing.peak_tflops(torch.bfloat16, device))
+    rows, failures = [], 0
     for problem, plans in jobs:
         if time.monotonic() - started > options.time_limit:
             print(f"time limit: {len(jobs)} problems, timed until '{problem}'", file=sys.stderr)
             break
         group = argparse.Namespace(seed=options.seed, plan=plans, seconds=options.seconds)
-        found, failed = run.time_group(problem, FORWARD, ["rowmax"], device, group, facts, peak, spin=True)
+        found, failed = run.time_group(problem, FORWARD, ["rowmax"], device, group, facts, most, spin=True)
         rows += found
         failures += failed
         record.append(out, found)

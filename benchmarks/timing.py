@@ -2,13 +2,31 @@
 
 import torch
 
+from rowmax import Device
 from rowmax.analysis.timing import samples_ms
+from rowmax.device import Rates
 
-__all__ = ["peak_tflops", "samples_ms"]
+__all__ = ["most_tflops", "peak_tflops", "samples_ms"]
+
+
+def most_tflops(dtype: torch.dtype, device: torch.device, product: float) -> float:
+    """The bound that a row may not exceed: what all tensor cores do at the highest clock there is.
+
+    A matrix product is no bound on a GPU: the limit of power lowers its clock by more than that of attention, of which 256
+    dimensions reach 800 TFLOP/s on an H200 where a product of 8192 x 8192 then reaches 783. `product` is the bound on a CPU,
+    whose peak is in no table, and where a chip does more than the table knows of.
+    """
+    if device.type != "cuda":
+        return product
+    here = Device.of(device)
+    rates = Rates.of(here)
+    clock_hz = max(rates.clock_hz, 1e3 * getattr(torch.cuda.get_device_properties(device), "clock_rate", 0))
+    flops = rates.tensor_flops / (2 if dtype == torch.float32 else 1)  # TF32, at least as many as those of fp32 lanes
+    return max(flops * here.sms * clock_hz / 1e12, product)
 
 
 def peak_tflops(dtype: torch.dtype, device: torch.device) -> float:
-    """The best of a few large matrix products of random numbers: no attention is faster, and a row that claims so is wrong.
+    """The best of a few large matrix products of random numbers.
 
     On a CPU the best over fp32 and the type itself, because torch's fp16 product there is slower than fp32.
     """

@@ -71,10 +71,10 @@ def test_rows_that_were_timed_while_the_card_was_warmer():
 def test_kernels_by_themselves():
     """As ncu times them. The worst of the older ones are the last kernel of `dense` at 256 dimensions, and the softmax of rows
     of 2k."""
-    for held_out, least in ((True, 1.0), (False, 0.94)):
-        assert share(BEFORE, held_out, 0.22, alone=True) == 1.0
+    for held_out, least in ((True, 0.92), (False, 1.0)):
+        assert share(BEFORE, held_out, 0.23, alone=True) == 1.0
         assert share(NOW, held_out, 0.15, alone=True) >= least
-        assert share(NOW, held_out, 0.20, alone=True) == 1.0
+        assert share(NOW, held_out, 0.21, alone=True) == 1.0
 
 
 def replayed(begin: str = "", end: str = "") -> dict[str, list[tuple[str, float]]]:
@@ -131,18 +131,42 @@ def test_bytes_and_verdicts_are_those_of_the_hardware():
 
 
 def test_shares_are_those_of_the_hardware():
-    """Of the kernels that were drawn with seed 5, which the model was refined with."""
-    rows = json.loads((RESULTS / "counters" / "h200-2026-11-30-second.json").read_text())["rows"]
-    drawn = [row for row in rows if not row["bytes_asked"]]
+    """Of the kernels that were drawn with seeds 5 and 6, which the model was refined with."""
     off: dict[str, list[float]] = {name: [] for name in VERDICTS}
-    for row in drawn:
-        said = predict(Problem.parse(row["problem"]), H200, Plan.parse(row["plan"])).shares
-        for name in VERDICTS:
-            off[name].append(abs(said[name] - row["shares"][name]))
-    assert len(drawn) == 35
-    assert max(off["tensor"] + off["non-matmul"]) <= 0.05
-    assert max(off["HBM"] + off["parallelism"]) <= 0.11
+    for file in ("h200-2026-11-30-second.json", "h200-2026-11-30-seed6.json"):
+        rows = json.loads((RESULTS / "counters" / file).read_text())["rows"]
+        for row in rows:
+            if not row["bytes_asked"]:
+                said = predict(Problem.parse(row["problem"]), H200, Plan.parse(row["plan"])).shares
+                for name in VERDICTS:
+                    off[name].append(abs(said[name] - row["shares"][name]))
+    assert len(off["HBM"]) == 75
+    assert max(off["tensor"] + off["non-matmul"] + off["launch"]) <= 0.06
+    assert max(off["HBM"] + off["parallelism"]) <= 0.12
     assert all(sum(found) / len(found) <= 0.02 for found in off.values())
+
+
+def test_drawn_rows_that_were_measured_for_the_model_before():
+    """Seed 7, of which no constant was fitted, and seed 6: its verdicts are in view now. As the model of before was judged, at
+    commit 5aa1df8: 37 of 40 verdicts; 93.1% of 203 within 15%, all within 30%; 97.4% of 194 within 25%."""
+    counters, generations = benchmark("counters"), benchmark("generations")
+    document = json.loads((RESULTS / "counters" / "h200-2026-11-30-seed6.json").read_text())
+    assert (document["seed"], document["commit"][:7], document["verdicts_agree"]) == (6, "5aa1df8", 37)
+    assert (document["verdicts_nearly"], document["verdicts_of"]) == (40, 40)
+    jobs = [counters.Job(row["problem"], row["plan"], False) for row in document["rows"]]
+    found = counters.report(counters.compared(jobs, [row["kernels"] for row in document["rows"]], H200))
+    assert (found["verdicts_agree"], found["verdicts_nearly"], found["verdicts_of"]) == (38, 40, 40)
+    rows = json.loads((RESULTS / "generations" / "h200-2026-11-30-seed7.json").read_text())
+    assert {row["commit"][:7] for row in rows} == {"5aa1df8"}
+    off: dict[bool, list[float]] = {True: [], False: []}
+    asked = {str(problem) for problem, _ in generations.generation_jobs(H200)}
+    for row, one in generations.compared([row for row in rows if row["problem"] not in asked]):
+        if one.plan.algorithm in NOW + BEFORE:
+            off[one.plan.algorithm in NOW].append(abs(one.seconds * 1e3 / row["ms"] - 1))
+    assert (len(off[True]), len(off[False])) == (203, 194)
+    assert sum(error <= 0.15 for error in off[True]) >= 0.93 * 203
+    assert max(off[True]) <= 0.30
+    assert sum(error <= 0.25 for error in off[False]) >= 0.97 * 194
 
 
 def test_generations_side_by_side():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from rowmax.analysis.cost import keys_seen, sequences
-from rowmax.analysis.occupancy import MOST_WAVES, Block, blocks_at_once
+from rowmax.analysis.occupancy import MOST_RUNS, MOST_WAVES, Block, blocks_at_once
 from rowmax.device import Device, Rates
 from rowmax.mask import AnyBand
 from rowmax.paged import PagedProblem
@@ -84,6 +84,8 @@ class Launch(NamedTuple):
         joins: a turn is no product, but joins a partial result to those before it.
         inside: no kernel of its own, but what the last blocks of the one before do.
         written: of `hbm_bytes`, those that are written; the cache keeps some of them after the end.
+        together: share of the turns of which keys and values are read at about the same time by all blocks that use them.
+        cold: the caches are empty when it begins: such blocks all wait for HBM, though the bytes come once.
     """
 
     name: str
@@ -113,10 +115,17 @@ class Launch(NamedTuple):
     joins: bool = False
     inside: bool = False
     written: float = 0.0
+    together: float = 0.0
+    cold: bool = False
 
     @property
     def blocks(self) -> int:
         return sum(count for count, _, _ in self.tasks)
+
+    @property
+    def asked(self) -> float:
+        """Share of the answers that a turn waits for, which are HBM's."""
+        return max(self.far, self.together) if self.cold else self.far
 
     @property
     def turns(self) -> int:
@@ -139,7 +148,6 @@ def launches(problem: Problem, device: Device, rates: Rates, plan: Plan, lengths
     builders: dict[str, Any] = {
         "q_outer": _q_outer,
         "hopper": _hopper,
-        "latent": decode.split_kv_launches,  # the same parts; what its blocks hold is not modelled
         "latent": decode.split_kv_launches,  # the same parts; what its blocks hold is not modelled
         "split_kv": decode.split_kv_launches,
         "kv_outer": older.kv_outer,
@@ -267,8 +275,13 @@ def _q_outer(problem: Problem, device: Device, rates: Rates, tile: Tile, lengths
                registers=block.registers, threads=block.threads, far=far,
                own_bytes=tile.block_m * (dim + dim_v) * float(_element(problem)), lookups=_lookups(problem),
                descriptors=2 * tile.descriptors, empty=_empty(problem, lengths, tile.block_m),
-               written=_output(problem, lengths))
+               written=_output(problem, lengths), together=_together(problem, lengths, tile.block_m, slots))
     ]  # fmt: skip
+
+
+def _together(problem: Problem, lengths: Lengths, block_m: int, slots: int) -> float:
+    tiles_of_head = sum(-(-queries // block_m) for queries, _ in lengths) / max(len(lengths), 1)
+    return min(slots / max(tiles_of_head * problem.group, 1.0), 1.0)
 
 
 def _portable_block(problem: Problem, device: Device, kernel: str, tile: Tile) -> Block:
@@ -327,7 +340,7 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, le
 
 def _by_groups(problem: Problem, device: Device, lengths: Lengths, tile: HopperTile) -> list[tuple[int, int, int]]:
     """Row tiles in the order of the kernel: of a group of heads, the last tile of every head first. Where there are so many
-    that they are taken by their mean, as though all heads were one group."""
+    that they are taken by their mean, as though all heads were one group; sooner where blocks take what comes than in turn."""
     if problem.packed:
         ordered = sorted(lengths, key=lambda length: length[1], reverse=True)
         heads, longest = problem.heads_q, max((keys for _, keys in lengths), default=0)
@@ -336,7 +349,8 @@ def _by_groups(problem: Problem, device: Device, lengths: Lengths, tile: HopperT
     one = row_tasks(ordered, 1, tile.block_m, tile.block_n, problem.band)
     size = max(longest, 1) * (problem.dim_qk + problem.dim_v) * _element(problem)
     group = min(max((tile.group_mb << 20) // size, 1) * problem.group, heads)
-    if len(set(one)) <= 1 or heads * len(one) > MOST_WAVES * device.sms:
+    many = MOST_RUNS * group if tile.schedule == "static" else MOST_WAVES * device.sms
+    if len(set(one)) <= 1 or heads * len(one) > many:
         group = max(heads, 1)
     cuts = [min(group, heads - first) for first in range(0, heads, group)]
     return [(count, turns, masked) for count in cuts for _, turns, masked in one]

@@ -8,11 +8,13 @@ Called by `predict.py`. Limits are those of the CUDA programming guide (`device.
 
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from rowmax.device import REGISTERS, Rates
 
 MOST_WAVES = 24  # scheduled one by one; of more, the end is a matter of averages
+MOST_RUNS = 10_000  # of equal tasks: of more, too, those that are taken in turn are told apart no longer
 
 
 class Block(NamedTuple):
@@ -41,18 +43,34 @@ def makespan(tasks: Sequence[tuple[int, float]], slots: int, *, in_turn: bool = 
     number = sum(count for count, _ in tasks)
     if number == 0:
         return 0.0
+    if in_turn and len(tasks) <= MOST_RUNS:
+        return max(_in_turn(tasks, min(slots, number)))
     if number > MOST_WAVES * slots:
         last = tasks[-1][1]
         return sum(count * cost for count, cost in tasks) / slots + last / 2
     if len({cost for _, cost in tasks}) == 1:
         return -(-number // slots) * tasks[0][1]
-    costs = [cost for count, cost in tasks for _ in range(count)]
-    if in_turn:
-        return max(sum(costs[i::slots]) for i in range(min(slots, number)))
     free = [0.0] * min(slots, number)
-    for cost in costs:
-        heapq.heapreplace(free, free[0] + cost)
+    for count, cost in tasks:
+        for _ in range(count):
+            heapq.heapreplace(free, free[0] + cost)
     return max(free)
+
+
+def _in_turn(tasks: Sequence[tuple[int, float]], slots: int) -> list[float]:
+    """When each slot is done: a run of equal tasks is the same for all slots, but for as many as do not fill them evenly."""
+    steps, every, first = [0.0] * (slots + 1), 0.0, 0  # `steps`: by how much a slot has more than the one before it
+    for count, cost in tasks:
+        rounds, more = divmod(count, slots)
+        every += rounds * cost
+        end = first + more
+        steps[first] += cost
+        steps[min(end, slots)] -= cost
+        if end > slots:
+            steps[0] += cost
+            steps[end - slots] -= cost
+        first = end % slots
+    return [every + more for more in accumulate(steps[:slots])]
 
 
 def schedule(tasks: Sequence[tuple[int, float]], slots: int, *, in_turn: bool = False) -> list[tuple[int, float, float]]:

@@ -39,6 +39,7 @@ from rowmax.problem import Problem
 SYNC_FLOPS = 2540  # of mma.sync, a clock and a multiprocessor of Hopper: 0.62 of what its own instruction does
 BANK_BYTES = 128.0  # in or out of shared memory, a cycle and a multiprocessor
 KEPT = 0.25  # of the L2 cache, that holds what a kernel wrote after its end: 8 to 20 MB of the 50 of an H200, by ncu
+UNEVEN = 0.12  # of HBM's time, that blocks which share it unevenly end before the last: by ncu, those drawn with seeds 5 and 6
 JOIN = 4.0  # exponent with which two limits join
 
 
@@ -49,23 +50,23 @@ class Constants(NamedTuple):
 
     clock: float = 0.91  # of the boost clock, that kernels run at: 1.80 GHz, by ncu's count of cycles
     throttle: float = 0.1  # of it, that is lost to the limit of power where tensor cores are never idle; counted so too
-    other_share: float = 0.85  # of fp32 operations of a softmax that do not hide behind its exponentials
-    mask_share: float = 2.59  # as that, of the operations of a mask
-    sync: float = 209.0  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
+    other_share: float = 0.7808  # of fp32 operations of a softmax that do not hide behind its exponentials
+    mask_share: float = 2.833  # as that, of the operations of a mask
+    sync: float = 259.8  # of a turn of a Triton kernel: barriers, and the latency from one product to the next
     latency: float = 625.0  # of an answer of the cache, under load
-    far: float = 741.0  # more, of an answer of HBM
+    far: float = 669.6  # more, of an answer of HBM
     stream: float = 30.6  # bytes a cycle behind the first answer, of what one block waits for
-    descriptor: float = 2300.0  # until one for TMA is made
-    lookup: float = 442.0  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
-    l2_bytes: float = 56.7  # a cycle and a multiprocessor, out of the cache, by TMA
-    l2_loads: float = 40.0  # the same, by loads of threads instead of TMA
-    memory_join: float = 1.58  # exponent with which HBM and the rest join
-    stream_join: float = 3.17  # the same, of a loop that waits for HBM itself, as in decoding
-    hopper: float = 0.9  # turns of the Hopper kernel, of `pipes`
-    hopper_mask: float = 2.7  # as `mask_share`
-    hopper_edge: float = 820.0  # between two row tiles
-    begin: float = 14400.0  # of a persistent block, and the end of the last
-    part: float = 96.5  # as `sync`, of a part that a combine kernel joins to those before it
+    descriptor: float = 2273.0  # until one for TMA is made
+    lookup: float = 447.3  # of an answer that a block waits for to know where its work is: mostly of the first-level cache
+    l2_bytes: float = 60.0  # a cycle and a multiprocessor, out of the cache, by TMA
+    l2_loads: float = 38.25  # the same, by loads of threads instead of TMA
+    memory_join: float = 1.625  # exponent with which HBM and the rest join
+    stream_join: float = 3.514  # the same, of a loop that waits for HBM itself, as in decoding
+    hopper: float = 0.9149  # turns of the Hopper kernel, of `pipes`
+    hopper_mask: float = 2.447  # as `mask_share`
+    hopper_edge: float = 329.2  # between two row tiles
+    begin: float = 13940.0  # of a persistent block, and the end of the last
+    part: float = 104.2  # as `sync`, of a part that a combine kernel joins to those before it
     barrier: float = 20.0  # of all warps of a block, in a turn of `warp_split`: too little to be fitted
     backward_other: float = 0.01  # as `other_share`, of a backward: next to nothing
     backward_sync: float = 1120.0  # as `sync`: P and dS change places on their way to products
@@ -200,9 +201,19 @@ class _Model:
         if launch.streams:  # nothing is asked of HBM while all blocks begin, nor when the last end
             around = self._edges(launch, launch.at_once)[0] if without != "launch" else 0.0
             return _join(_join(max(cycles - around, 0.0) / clock, l2), hbm, self._c.stream_join) + around / clock
-        # A loop that waits for HBM itself is no slower for the others that do.
-        exponent = self._c.memory_join + launch.far * (JOIN - self._c.memory_join)
+        # A loop that waits for HBM itself is no slower for the others that do; that of a persistent block has a warp for it.
+        exponent = self._c.memory_join
+        if not launch.persistent:
+            exponent += launch.far * (JOIN - exponent)
         return _join(_join(cycles / clock, l2), hbm, exponent)
+
+    def counted(self, launch: Launch) -> float:
+        """Seconds of a kernel by itself as a profiler times it: the code is fetched first, and the caches are empty, so that
+        blocks which walk over the same keys side by side all wait for HBM."""
+        seconds = self.kernel_seconds(_cold(launch))
+        if launch.inside:
+            return seconds
+        return seconds + EMPTY_S + (COLD_S / 2 if launch.light else COLD_S)
 
     def cycles(self, launch: Launch, without: str = "") -> float:
         """Of the multiprocessor that is done last, as though memory had no limit."""
@@ -253,7 +264,7 @@ class _Model:
 
     def _wait(self, launch: Launch, size: float, far: Optional[float] = None) -> float:
         """Cycles that a block waits for so many bytes."""
-        share = launch.far if far is None else far
+        share = launch.asked if far is None else far
         rate = self._c.l2_bytes if launch.descriptors else self._c.stream
         return self._c.latency + share * self._c.far + size / rate
 
@@ -273,39 +284,47 @@ class _Model:
 
     def shares(self, kernels: list[Launch], main: Launch) -> dict[str, float]:
         """Of the time, by verdict (`verdict.py`)."""
-        seconds, cycles = self.kernel_seconds(main), self.cycles(main)
-        if not seconds or not cycles:  # nothing to compute
+        main = _cold(main)
+        cycles = self.cycles(main)
+        if not self.kernel_seconds(main) or not cycles:  # nothing to compute
             return {**dict.fromkeys(VERDICTS, 0.0), "launch": 1.0}
         clock = self._clock(main, cycles, "")
         # As counters time a kernel: while it is launched, no multiprocessor has a block, and then it fetches its code.
-        seconds += COLD_S + EMPTY_S
+        seconds = self.counted(main)
         whole = seconds * clock * self._sms
         # Nor do they see what was written and is still in the cache when the kernel ends.
         seen = 1.0 - min(main.written, KEPT * self._rates.l2_bytes) / max(main.hbm_bytes, 1.0)
-        number = sum(not launch.inside for launch in kernels)
-        started = self._c.launch_s + (number - 1) * self._c.next_s
+        own = [launch for launch in kernels if not launch.inside]
+        started = self._c.launch_s + (len(own) - 1) * self._c.next_s
+        working = sum(map(self.counted, kernels)) - EMPTY_S * len(own)
         return {
             "HBM": min(seen * self._memory(main, clock)[0] / seconds, 1.0),
             "parallelism": 1.0 - self._occupied(main, cycles, (seconds - EMPTY_S) * clock) * (seconds - EMPTY_S) / seconds,
             "non-matmul": main.turns * main.turn.exps / EXPONENTIALS / whole,
             "tensor": main.turns * self._parts(main)[0] / whole,
-            "launch": started / (self.seconds(kernels) + COLD_S * number),
+            "launch": started / (started + working),
         }
 
     def _occupied(self, launch: Launch, cycles: float, whole: float) -> float:
         """Share of a kernel's `whole` cycles in which a multiprocessor has a block, the mean of all. A persistent block is
-        there while it begins. HBM's bandwidth is shared by multiprocessors, whatever they hold: of blocks that wait for it,
-        those with fewer beside them end earlier."""
+        there while it begins. Of blocks that all run at once, those with fewer beside them on their multiprocessor end earlier,
+        also where they wait for HBM: its bandwidth is shared by multiprocessors, whatever they hold."""
         tasks, at_once = self.tasks(launch)
-        if launch.streams and at_once > 1 and launch.blocks < self._sms * at_once:
-            fuller = launch.blocks - (at_once - 1) * self._sms
-            some, _ = self.tasks(launch, held=at_once - 1)
-            early = max(balanced(some, launch.blocks) / whole, 1.0 - 1.0 / at_once)
-            return (fuller + (self._sms - fuller) * min(early, 1.0)) / self._sms
         if launch.persistent:
             busy = balanced(tasks, self._sms) + self._c.begin * min(launch.blocks / self._sms, 1.0)
         else:
             busy = occupied(tasks, self._sms, at_once)
+            if at_once > 1 and launch.blocks < self._sms * at_once:
+                fuller = launch.blocks - (at_once - 1) * self._sms
+                some, _ = self.tasks(launch, held=at_once - 1)
+                early = balanced(some, launch.blocks) / (whole if launch.streams else cycles)
+                early = min(max(early, 1.0 - 1.0 / at_once), 1.0)
+                most = (fuller + (self._sms - fuller) * early) / self._sms
+                if launch.streams:
+                    return most
+                busy = min(busy, most * cycles)
+        if launch.own_bytes and not launch.streams:
+            busy *= 1.0 - UNEVEN * min(self._memory(launch, 1.0)[0] / self.kernel_seconds(launch), 1.0)
         return min(busy / cycles, 1.0)
 
     def _parts(self, launch: Launch, without: str = "") -> tuple[float, float, float]:
@@ -330,7 +349,9 @@ class _Model:
             masked = (c.hopper_mask if launch.persistent else c.mask_share) * turn.mask_ops / self._rates.lanes
         pipes = (tensor**2 + (other + rescale / 2) ** 2) ** 0.5
         if launch.persistent:
-            return pipes * (c.backward_hopper if launch.backward else c.hopper * launch.slower), masked
+            if launch.backward:
+                return pipes * c.backward_hopper, masked
+            return pipes * c.hopper * launch.slower, masked
         sync = c.backward_sync if launch.backward else c.part if launch.joins else c.sync
         wait = sync if (tensor or other) and without != "non-matmul" else 0.0
         fetched = 0.0
@@ -340,7 +361,7 @@ class _Model:
                 wait += self._wait(launch, turn.waited_bytes)
             if turn.ahead_bytes and launch.stages > 1:
                 rate = c.stream if launch.streams else c.l2_bytes
-                answer = c.latency + launch.far * c.far + turn.ahead_bytes / rate
+                answer = c.latency + launch.asked * c.far + turn.ahead_bytes / rate
                 fetched = answer / (launch.stages - 1)
             elif turn.ahead_bytes:  # two factors, one after the other
                 wait += self._wait(launch, turn.ahead_bytes) + 2 * c.latency
@@ -363,6 +384,11 @@ class _Model:
             return fast
         tensor = self._parts(launch, without)[0] * launch.turns / self._sms
         return fast * (1.0 - c.throttle * min(tensor / cycles, 1.0))
+
+
+def _cold(launch: Launch) -> Launch:
+    """The kernel while the caches are empty."""
+    return launch._replace(cold=True)
 
 
 def _join(one: float, other: float, exponent: float = JOIN) -> float:
