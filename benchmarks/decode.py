@@ -182,7 +182,6 @@ def _paged_rows(text: str, lengths: list[int], device: torch.device, options) ->
 
         plans = {"rowmax": str(plan(problem, Device.of(device)))}
         if shared and not latent.refuses(problem, Device.of(device), "forward"):
-            plans["rowmax latent"] = str(plan(problem, Device.of(device), prefer="latent"))
             plans["rowmax split_kv"] = str(plan(problem, Device.of(device), prefer="split_kv"))
         small = [min(n, 700) for n in keys[:8]]  # the same kernel on fewer keys, against the definition
         few, lengths_of_few = problem.with_(batch=8, len_k=704), [(1, n) for n in small]

@@ -40,9 +40,13 @@ def run(text, lengths, parts, kind="normal", need_lse=True, **options):
 def test_a_simulated_kernel_is_right(text, lengths, parts, late):
     report = run(text, lengths, parts, late=late)
     assert report.ok, str(report)
-    if "s4" in parts:
-        report = run(text, lengths, parts, late=late, EARLY=True)
-        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("stages", "case", "late"), [("s8", 1, False), ("s8", 5, True), ("s9", 3, True)])
+def test_scores_ahead_of_their_weights(stages, case, late):
+    text, lengths, parts = CASES[case]
+    report = run(text, lengths, f"{stages} {parts.split()[1]}", late=late)
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("kind", ["spiky", "shift(-30000)", "constant(133120)", "nan(k)"])
@@ -58,13 +62,18 @@ def test_without_an_lse():
 # ---- mutants -----------------------------------------------------------------------------------------------------------
 
 WEIGHTS, EMPTY = "        wait_full(weight_ring, j, 1)\n", "    wait_empty(weight_ring, j, 1)\n"
-PRODUCTS = "        left, right = warpgroup_mma_wait(0, deps=[left, right])\n"
-FREE = "        release(half_ring, turn, BUILD.HALVES)\n"
+PRODUCTS = "            left, right = warpgroup_mma_wait(0, deps=[left, right])\n"
+FREE = "            release(piece_ring, turn, BUILD.PIECES)\n"
 FREE_WEIGHTS = "        release(weight_ring, j, 1)\n"
 SCORES = "                s = warpgroup_mma_wait(0, deps=[_scores(q, j, True, buffers, rings, BUILD)])\n"
-FREE_ROPE = "                release(rope_ring, j, BUILD.ROPES)\n"
-HELD = "            release(half_ring, zero, BUILD.HALVES)\n"
-CLEAR = "        _clear(_half(halves, BUILD.FIRST + {}2 * j, BUILD), behind)\n"
+FREE_ROPE = "                release(rope_ring, j + BUILD.HELD_ROPE, BUILD.ROPES)\n"
+HELD = "        release(piece_ring, turn, BUILD.PIECES)\n        return q\n"
+CLEAR = "        for c in gl.static_range(BUILD.EACH):\n            _clear("
+EACH_K = "        wait_full(piece_ring, turn, BUILD.PIECES, wanted)\n"
+AHEAD = "            left = warpgroup_mma_wait(1, deps=[left])\n"
+FREE_AHEAD = "            release(piece_ring, turn, BUILD.PIECES)\n            right ="
+BEHIND = "            right = warpgroup_mma_wait(0, deps=[right])\n"
+FREE_BEHIND = "            release(piece_ring, turn + 2, BUILD.PIECES)\n"
 # What -> (replacements, operands); of 310 keys unless they say otherwise.
 MUTANTS = {
     "weights not awaited": ([(WEIGHTS, "")], ""),
@@ -75,30 +84,48 @@ MUTANTS = {
     "V never given back": ([(PRODUCTS + FREE, PRODUCTS)], ""),
     "the last columns given back early": ([(SCORES + FREE_ROPE, FREE_ROPE + SCORES)], ""),
     "the last columns never given back": ([(FREE_ROPE, "")], ""),
-    "Q never given back": ([(HELD, "")], ""),
-    "K not awaited": ([("    wait_full(rope_ring, j, BUILD.ROPES, wanted)\n", "")], ""),
-    "the left of K not awaited": ([("    wait_full(half_ring, turn, BUILD.HALVES, wanted)\n", "")], ""),
+    "Q never given back": ([(HELD, "        return q\n")], ""),
+    "the last columns not awaited": ([("    wait_full(rope_ring, turn, BUILD.ROPES, wanted)\n", "")], ""),
+    "K not awaited": ([(EACH_K, "")], ""),
     "Q not awaited": ([("        wait_full(q_rope_ring, zero, 1)\n", "")], "64"),
-    "the left columns twice": ([("(page, slot, 0, HALF)", "(page, slot, 0, 0)")], ""),
-    "halves exchanged": ([("turn = BUILD.FIRST + WHICH + 2 * j", "turn = BUILD.FIRST + 1 - WHICH + 2 * j")], ""),
+    "the left columns twice": ([("place = (page, slot, 0, column_of(c, BUILD.WIDTH))", "place = (page, slot, 0, 0)")], ""),
+    "halves exchanged": ([("turn = _turn(j, WHICH, BUILD)", "turn = _turn(j, 1 - WHICH, BUILD)")], ""),
     "one page": ([("            page = following\n", "")], ""),
     "the page behind the last": ([("gl.minimum(j + 1, turns - 1)", "(j + 1)")], "384"),
     "a key too many": ([("cols < behind", "cols <= behind")], ""),
-    "the left of V not cleared": ([(CLEAR.format(""), "")], ""),
-    "the right of V not cleared": ([(CLEAR.format("1 + "), "")], ""),
-    "no fence": ([("    fence_async_shared()\n\n\n@gluon.jit\ndef _scores", "\n\n@gluon.jit\ndef _scores")], ""),
+    "the left of V not cleared": ([(CLEAR, CLEAR.replace("range(", "range(1, "))], ""),
+    "the right of V not cleared": ([(CLEAR, CLEAR.replace("EACH", "EACH - 1"))], ""),
+    "no fence": ([("    fence_async_shared()\n\n\n@gluon.jit\ndef _last", "\n\n@gluon.jit\ndef _last")], ""),
     "left sums not scaled": ([("        left = _scaled(left, alpha)\n", "")], "spiky"),
     "right sums not scaled": ([("        right = _scaled(right, alpha)\n", "")], "spiky"),
     "not divided": ([("alphas.index(0).store(inverse)", "alphas.index(0).store(inverse * 0 + 1)")], ""),
 }
+# As above, of quarters and scores ahead of their weights.
+AHEAD_MUTANTS = {
+    "the first half given back early": (
+        [(AHEAD + FREE_AHEAD, FREE_AHEAD.replace("            right =", AHEAD + "            right ="))],
+        "",
+    ),
+    "the second half given back early": ([(BEHIND + FREE_BEHIND, FREE_BEHIND + BEHIND)], ""),
+    "one that is not finished": ([(AHEAD, AHEAD.replace("(1,", "(2,"))], ""),
+    "the next scores": (
+        [
+            (
+                "_give_weights(s, m, l, j, keys - j * KEYS, scale_log2, buffers, rings, BUILD)\n                s =",
+                "_give_weights(following, m, l, j, keys - j * KEYS, scale_log2, buffers, rings, BUILD)\n                s =",
+            )
+        ],
+        "",
+    ),
+}
 
 
-def fails(name: str, replacements, operands: str) -> bool:
+def fails(name: str, replacements, operands: str, tile: str = "s5 x1") -> bool:
     keys = int(operands) if operands.isdigit() else 310
     for seed in range(16):
         try:
             kind = operands if operands and not operands.isdigit() else "normal"
-            report = run(ONE, [(1, keys)], "s5 x1", kind, seed=seed, late=seed % 2 == 0, mutants=replacements)
+            report = run(ONE, [(1, keys)], tile, kind, seed=seed, late=seed % 2 == 0, mutants=replacements)
         except simulate.Wrong:
             return True
         if not report.ok:
@@ -109,3 +136,8 @@ def fails(name: str, replacements, operands: str) -> bool:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails(name):
     assert fails(name, *MUTANTS[name]), f"mutant '{name}' lives"
+
+
+@pytest.mark.parametrize("name", AHEAD_MUTANTS)
+def test_a_mutant_of_quarters_fails(name):
+    assert fails(name, *AHEAD_MUTANTS[name], "s8 x1"), f"mutant '{name}' lives"

@@ -20,6 +20,7 @@ if not (TOOLS / "cuobjdump").is_file():
 BUILDS = (
     ("b128 h128/1 q1 k8192 d576/512 bf16 causal paged64", "64x64 w4 s5 p132"),
     ("b2 h64/1 q3 k8192 d576/512 fp16 causal paged128", "64x64 w4 s4 x1"),
+    ("b128 h128/1 q1 k8192 d576/512 bf16 causal paged64", "64x64 w4 s8 x1"),
 )
 
 
@@ -40,9 +41,8 @@ def test_machine_code(number, binaries):
     assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
     assert facts["stack"] <= 16, f"registers spill: {facts}"  # numbers of a program, outside of its loops
     assert facts["local"] == 0, f"an array in memory: {facts}"
-    # Two warpgroups with 2 x 4 products of 128 columns, one with 36 of 64; twenty times as many waits where products are
-    # awaited one by one.
-    assert facts["WARPGROUP"] <= 13, f"products wait for each other: {facts}"
+    # Two warpgroups with 2 x 4 products of 128 columns, one with 36 of 64; 176 waits where products are awaited one by one.
+    assert facts["WARPGROUP"] <= 20, f"products wait for each other: {facts}"
     assert sorted(loop["HGMMA"] for loop in facts["loops"]) == [8, 8, 36], f"other loops than were written: {facts}"
     assert all(loop["spills"] == 0 for loop in facts["loops"]), f"registers spill in a loop: {facts}"
 

@@ -14,12 +14,13 @@ from rowmax.kernels.launch import Call, _bounded
 from rowmax.kernels.triton.work import work_kernel
 from rowmax.numerics import LOG2E
 from rowmax.paged import PagedOperands, PagedProblem
-from rowmax.plan.latent import KEYS, ROWS, registers
+from rowmax.plan import latent as tiles_of
+from rowmax.plan.latent import KEYS, ROWS
 from rowmax.plan.split_kv import SplitTile, least_turns, row_tiles
 from rowmax.plan.tile import Tile
 
 FIELDS = 16  # numbers that a program is told
-HALF, ROPE = 256, 64  # columns that are fetched together
+ROPE = 64  # columns of Q and K that are none of V
 
 
 def programs_of(problem: PagedProblem, tile: SplitTile) -> int:
@@ -46,15 +47,16 @@ def calls(
         *(least_turns(KEYS), batch_block),
     )
     first = Call(work_kernel, programs, (work, lengths, cu), numbers, Tile(ROWS, KEYS, 1, 1))
-    held = tile.stages > 4
-    build = Build(problem.page_size // KEYS, lse is not None, held, tile.stages, 2, *registers(tile))
+    kind = tiles_of.KINDS[tile.stages]
+    fixed = (kind.width, kind.held, kind.held_rope, tile.stages, 2 - kind.held_rope, kind.early, *kind.registers)
+    build = Build(problem.page_size // KEYS, lse is not None, *fixed)
     sources = (
-        *(_descriptor(heads_first, ROWS, HALF), _descriptor(heads_first, ROWS, ROPE)),
-        *(_descriptor(k, KEYS, HALF), _descriptor(k, KEYS, ROPE)),
+        *(_descriptor(heads_first, ROWS, kind.width), _descriptor(heads_first, ROWS, ROPE)),
+        *(_descriptor(k, KEYS, kind.width), _descriptor(k, KEYS, ROPE)),
     )
     # Where every item has one part nobody writes to the memory of partial results, whose place some other takes.
-    tensors = (*sources, k, out, lse, table if parts is None else parts, table, work)
-    numbers = (k.stride(0), table.stride(0), problem.scale * LOG2E, k.shape[0], build)
+    tensors = (*sources, out, lse, table if parts is None else parts, table, work)
+    numbers = (table.stride(0), problem.scale * LOG2E, k.shape[0], build)
     attend = Call(latent_kernel, programs, tensors, numbers, tile)
     return first, attend, *decode_launch.calls(problem, operands, tile, out, lse, parts)[1:]
 
@@ -84,7 +86,7 @@ class _Again:
     def arguments(self, work, q, k, v, out, lse, parts, table, lengths, cu, *_: Any) -> list[tuple[Any, tuple]]:
         """Each launcher, and what it is called with."""
         q_wide, q_rope, k_wide, k_rope = self._sources
-        places = (k, out, lse, table if parts is None else parts, table, work)
+        places = (out, lse, table if parts is None else parts, table, work)
         each = (
             (work, lengths, cu),
             (*q_wide[q], *q_rope[q], *k_wide[k], *k_rope[k], *places),

@@ -192,7 +192,7 @@ def _choose(
         if not reason and name == "warp_split" and not aligned:
             reason = "cp.async takes rows that start at multiples of 16 bytes, and no broadcast tensors"
         if not reason and name == "latent":
-            reason = latent.NOT_SHARED if not aligned else None if wanted else latent.passes_over(problem)
+            reason = None if aligned else latent.NOT_SHARED
         if not reason and name == "split_kv" and not wanted:
             reason = split_kv.passes_over(problem)
         if not reason and wanted and wanted.tiles:
