@@ -62,7 +62,7 @@ def attention_paged(
         k_pages: `[page, slot, Hk, D]` in q's dtype, D up to 576, any strides with the last equal to 1: pages stored as
             `[page, Hk, slot, D]` are passed as `k_pages.transpose(1, 2)`. Hq is a multiple of Hk.
         v_pages: `[page, slot, Hk, Dv]`, Dv up to 512. For multi-head latent attention pass `k_pages[..., :512]`: the same
-            memory is then read once.
+            memory is then read once; on Hopper by a kernel of its own, if D is 576 and pages and heads are multiples of 64.
         block_table: int32 or int64 `[B, pages of a sequence]`: the page of keys `page_size * i` and following. Entries that a
             sequence does not reach may hold anything.
         seqlens_k: int32 or int64 `[B]`: keys of each sequence, those of the new tokens included, which must be in the cache.
@@ -76,6 +76,7 @@ def attention_paged(
             A second call, over their pages, merged with the first. Keys between them and the window are not read.
         scale: `None` is `1/sqrt(D)`.
         num_splits: parts that the keys of a sequence are shared out in. `None`: by the plan, from the lengths on the device.
+            1 spares looking through them and joining parts, where sequences are many and about as long as each other.
         return_lse: also return the log-sum-exp, fp32, natural logarithm.
         batch_invariant: the output of a query is bitwise the same whatever else is in the batch, in whichever pages the keys
             lie, and whether its prompt came in one piece or in chunks.
