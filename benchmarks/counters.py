@@ -1,7 +1,7 @@
 """The model of `rowmax explain` against the hardware's own counters, read by Nsight Compute (`ncu`).
 
     python benchmarks/counters.py --time-limit 60              # on a GPU where ncu may read counters
-    python benchmarks/counters.py --only drawn --seed 6 --draw 50                     # verdicts alone, of another draw
+    python benchmarks/counters.py --only drawn --seed 8 --draw 50                     # verdicts alone, of another draw
     python benchmarks/counters.py --csv FILE --jobs FILE       # anywhere: what ncu printed, once more
     python benchmarks/counters.py --report FILE                # anywhere: the model of today beside counters in a results file
 

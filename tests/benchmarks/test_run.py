@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import memory
 import record
 import run
 import timing
-from rowmax import Problem
+from rowmax import Device, Problem
 from shapes import SETS
 from sweep import expand
 
@@ -122,6 +123,19 @@ def test_a_speed_above_the_matmul_peak_is_refused(main, monkeypatch, capsys):
     code, rows = main()
     assert (code, rows) == (1, [])
     assert "above the" in capsys.readouterr().err
+
+
+def test_on_a_gpu_the_bound_is_what_its_tensor_cores_can_do(monkeypatch):
+    """Not a product's speed: the limit of power lowers that below attention's with 256 dimensions."""
+    for name, sms, least, most in (("NVIDIA H200", 132, 989, 1075), ("NVIDIA A100-SXM4-80GB", 108, 311, 315)):
+        facts = SimpleNamespace(clock_rate=1_980_000 if "H200" in name else 1_410_000)
+        monkeypatch.setattr(timing.Device, "of", lambda device, name=name, sms=sms: Device(name, "cuda", (9, 0), sms))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
+        bound = timing.most_tflops(torch.bfloat16, torch.device("cuda"), 783.3 if "H200" in name else 250.0)
+        assert least < bound < most
+        assert timing.most_tflops(torch.float32, torch.device("cuda"), 1.0) == bound / 2
+    assert timing.most_tflops(torch.bfloat16, torch.device("cuda"), 2000.0) == 2000.0, "more than the table knows of"
+    assert timing.most_tflops(torch.bfloat16, torch.device("cpu"), 1.5) == 1.5
 
 
 def test_an_absent_peer_is_named_and_not_a_failure(main, capsys):
