@@ -8,6 +8,7 @@ drawn far more often than others, which lag behind as far as the barriers let th
 * mbarriers with phases, arrivals and bytes; more arrivals than a phase expects are an error, and so are loads nobody awaits.
 * TMA loads: the buffer holds NaN from the issue on, and the rows at some later moment. Stores: read at the latest moment,
   `store_wait` of their own partition; one that nobody awaits is an error, and so is one of what was written without a fence.
+* Where threads have read, TMA writes only after they have passed a fence, stored, or awaited a product issued since.
 * asynchronous products: computed when they are issued or, `late`, only when they are awaited; no use of them before.
 * named barriers, and memory through pointers, where an access outside is an error.
 
@@ -52,6 +53,7 @@ class Machine:
         self.current: Optional[int] = None
         self.loads: list = []  # on their way
         self.unfenced: dict = {}  # address of a buffer -> the partition that wrote it
+        self.read: dict = {}  # likewise -> the partition whose threads read it, and may not have it yet
         self.named: dict = {}
         self.failure: Optional[BaseException] = None
         self.local = threading.local()
@@ -173,10 +175,13 @@ class Shared:
         return Shared(self.machine, self.tensor.view(dtype).view(*map(int, shape)))
 
     def store(self, value):
-        self.machine.unfenced[self.tensor.data_ptr()] = self.machine.local.index
+        machine = self.machine
+        machine.unfenced[self.tensor.data_ptr()] = machine.local.index
+        machine.read = {place: owner for place, owner in machine.read.items() if owner != machine.local.index}
         self.tensor.copy_(value)
 
     def load(self, layout=None):
+        self.machine.read[self.tensor.data_ptr()] = self.machine.local.index
         return self.tensor.clone()
 
 
@@ -243,10 +248,10 @@ class Pointer:
 
 
 class Product:
-    """A product on its way; whoever uses it before it is awaited finds no tensor."""
+    """A product on its way; whoever uses it before it is awaited finds no tensor. `behind`: what was read in front of it."""
 
-    def __init__(self, compute, late: bool):
-        self.compute, self.value = compute, None if late else compute()
+    def __init__(self, compute, late: bool, behind: set):
+        self.compute, self.value, self.behind = compute, None if late else compute(), behind
 
     def finish(self):
         if self.value is None:
@@ -334,6 +339,10 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         if target.tensor.storage_offset() * target.tensor.element_size() % 128:
             raise Wrong("a TMA load to shared memory that is no multiple of 128 bytes")
 
+        begin = target.tensor.data_ptr()
+        if any(begin <= place < begin + source.block_type.nbytes for place in machine.read):  # found on an H200
+            raise Wrong("a TMA load to shared memory that threads read without a fence since")
+
         def complete():
             target.tensor.copy_(source.load(where).view(target.tensor.shape))
             barrier.change(0, -source.block_type.nbytes)
@@ -354,6 +363,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     def fence():
         mine = getattr(machine.local, "index", None)  # None: before the warps part
         machine.unfenced = {place: owner for place, owner in machine.unfenced.items() if owner != mine}
+        machine.read = {place: owner for place, owner in machine.read.items() if owner != mine}
 
     def multiply(a, b, acc, use_acc=True, is_async=False):
         def compute():
@@ -362,7 +372,8 @@ def language(machine: Machine, program: int, programs: int) -> dict:
                 return product
             return product + (acc.finish() if isinstance(acc, Product) else acc)  # products may add to one on its way
 
-        product = Product(compute, machine.late)
+        mine = machine.local.index
+        product = Product(compute, machine.late, {place for place, owner in machine.read.items() if owner == mine})
         machine.local.products.append(product)
         machine.pause()
         return product if is_async else multiply_wait(0, [product])
@@ -373,6 +384,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         done, machine.local.products = products[: len(products) - outstanding], products[len(products) - outstanding :]
         for product in done:
             product.finish()
+            machine.read = {place: owner for place, owner in machine.read.items() if place not in product.behind}
         values = [value if value in machine.local.products else value.value for value in deps]
         return values[0] if len(values) == 1 else values
 

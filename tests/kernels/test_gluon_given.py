@@ -123,7 +123,7 @@ def test_a_bias_is_added_towards_zero():
 
 AWAIT = "    wait_full(ring, turn, BUILD.GIVEN_STAGES, wanted, MEMBER, BUILD.CONSUMERS)\n"
 LOAD = "            given = tile.reshape([BUILD.GIVEN_ROWS, BUILD.BLOCK_N]).load(s.type.layout)\n"
-FREE = "        release(ring, turn, BUILD.GIVEN_STAGES, MEMBER, BUILD.CONSUMERS)\n"
+FREE = "        release_read(ring, turn, BUILD.GIVEN_STAGES, MEMBER, BUILD.CONSUMERS)\n"
 BEHIND_BIAS, BEHIND_MASK = FREE + "        return add_product", FREE + "        second ="
 SIZE, LOADS = "source.block_type.nbytes)\n", "    tma_load(source, [b, head"
 # name -> (replacements, problem, tile)
@@ -133,6 +133,7 @@ MUTANTS = {
     "never given back": (only(BEHIND_BIAS, "        return add_product"), EACH, LAZY),
     "a mask never given back": (only(BEHIND_MASK, "        second ="), SHOWN, LAZY),
     "given back before it is read": (only(LOAD, "    " + FREE + LOAD, BEHIND_BIAS, "        return add_product"), EACH, LAZY),
+    "given back without a fence": (only(BEHIND_BIAS, BEHIND_BIAS.replace("_read", "")), EACH, LAZY),
     "given back twice": (only(BEHIND_BIAS, FREE + BEHIND_BIAS), EACH, LAZY),
     "the tile of the first consumer": (
         only("GIVEN_STAGES, MEMBER, BUILD.CONSUMERS) * BUILD", "GIVEN_STAGES, 0, BUILD.CONSUMERS) * BUILD"),

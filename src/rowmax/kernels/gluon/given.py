@@ -3,18 +3,15 @@
     x = log2(e) (score + bias),  or -inf where the mask is False
 
 Tiles come through a ring of each consumer (`ring.fill_given`): 64 rows of a key tile, or one that all queries share.
-A consumer takes its tile when S is there, and gives it back at once: the next one has the rest of the turn to arrive. Loads
-of threads and what TMA writes are ordered by a fence alone, in every thread: without it, tiles of 64 keys and fewer held some
-rows of the next tile on an H200, where a barrier and the release stood between the last load and the TMA that followed.
+A consumer takes its tile when S is there, and gives it back at once: the next one has the rest of the turn to arrive.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rowmax.kernels.gluon.layouts import column_layout, given_layout, last_layout, pair_layout
 from rowmax.kernels.gluon.names import add_product
-from rowmax.kernels.gluon.ring import buffer_of, release, wait_full
+from rowmax.kernels.gluon.ring import buffer_of, release_read, wait_full
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LARGEST = gl.constexpr(3e38)  # that a bias counts as, in units of log2
@@ -34,8 +31,7 @@ def take_given(s, ring, buffers, turn, wanted, MEMBER: gl.constexpr, BUILD: gl.c
             given, s = gl.broadcast(gl.expand_dims(line, 0), s)
         else:
             given = tile.reshape([BUILD.GIVEN_ROWS, BUILD.BLOCK_N]).load(s.type.layout)
-        fence_async_shared()
-        release(ring, turn, BUILD.GIVEN_STAGES, MEMBER, BUILD.CONSUMERS)
+        release_read(ring, turn, BUILD.GIVEN_STAGES, MEMBER, BUILD.CONSUMERS)
         return add_product(s, given.to(gl.float32), LOG2E)
     else:  # two neighbours, which a thread has, are read as one number
         HALF: gl.constexpr = BUILD.BLOCK_N // 2
@@ -48,8 +44,7 @@ def take_given(s, ring, buffers, turn, wanted, MEMBER: gl.constexpr, BUILD: gl.c
             shown = gl.expand_dims(line, 0)
         else:
             shown = pairs.reshape([BUILD.GIVEN_ROWS, HALF]).load(pair_layout(parts.type.layout))
-        fence_async_shared()
-        release(ring, turn, BUILD.GIVEN_STAGES, MEMBER, BUILD.CONSUMERS)
+        release_read(ring, turn, BUILD.GIVEN_STAGES, MEMBER, BUILD.CONSUMERS)
         second = gl.arange(0, 2, layout=last_layout(parts.type.layout))
         byte = gl.expand_dims(gl.expand_dims(gl.where(second == 0, 0xFF, 0xFF00), 0), 1)
         parts = gl.where((gl.expand_dims(shown, 2).to(gl.int32) & byte) != 0, parts, float("-inf"))

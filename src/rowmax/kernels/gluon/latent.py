@@ -41,7 +41,7 @@ from rowmax.kernels.gluon.layouts import (
     weight_layout,
 )
 from rowmax.kernels.gluon.names import scale_unless_one, tma_load
-from rowmax.kernels.gluon.ring import buffer_of, give, open_ring, release, wait_empty, wait_full
+from rowmax.kernels.gluon.ring import buffer_of, give, open_ring, release, release_read, wait_empty, wait_full
 from rowmax.kernels.gluon.softmax import finish, online_step, thread_sum
 from rowmax.kernels.tile_ops import clamp
 
@@ -261,7 +261,7 @@ def _q_piece(buffers, rings, zero, c: gl.constexpr, BUILD: gl.constexpr):
         turn = zero + held_of(c, BUILD.HELD)
         wait_full(piece_ring, turn, BUILD.PIECES)
         q = _piece(pieces, turn, BUILD).load(weight_layout(KEYS))
-        release(piece_ring, turn, BUILD.PIECES)
+        release_read(piece_ring, turn, BUILD.PIECES)
         return q
     else:
         stored: gl.constexpr = stored_of(c, BUILD.HELD)
@@ -277,7 +277,7 @@ def _q_last(buffers, rings, zero, BUILD: gl.constexpr):
     if BUILD.HELD_ROPE:
         wait_full(rope_ring, zero, BUILD.ROPES)
         rope = ropes.index(0).reshape([ROWS, ROPE]).load(weight_layout(KEYS))
-        release(rope_ring, zero, BUILD.ROPES)
+        release_read(rope_ring, zero, BUILD.ROPES)
         return rope
     else:
         wait_full(q_rope_ring, zero, 1)

@@ -10,7 +10,7 @@ A ring of Q has one buffer for each consumer and stage: MEMBER of MEMBERS.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from rowmax.kernels.gluon.layouts import number_layout, slot_layout
 from rowmax.kernels.gluon.names import named_barrier, tma_load
@@ -85,6 +85,17 @@ def release(ring, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr = 0, MEMBERS:
     """Consumer: this reader is done with the buffer."""
     _, empty = ring
     mbarrier.arrive(empty.index(buffer_of(turn, STAGES, MEMBER, MEMBERS)), count=1)
+
+
+@gluon.jit
+def release_read(ring, turn, STAGES: gl.constexpr, MEMBER: gl.constexpr = 0, MEMBERS: gl.constexpr = 1):
+    """As `release`, of a buffer that threads have just loaded from; products need nothing more.
+
+    Loads of threads and what TMA writes are ordered by a fence alone, in every thread. Without it some rows held numbers of the
+    next tile on an H200, though a barrier and the release stood between the last load and the TMA that followed.
+    """
+    fence_async_shared()
+    release(ring, turn, STAGES, MEMBER, MEMBERS)
 
 
 # ---- what consumers are told of a tile: a few numbers ----------------------------------------------------------------
