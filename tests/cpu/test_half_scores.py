@@ -122,7 +122,8 @@ def again(monkeypatch):
 def test_large_weights_send_their_rows_to_fp32_and_many_their_block(taken, again, large):
     """Within the bound on all scores a pair may still be large: |q| and |k| both near their largest, and parallel."""
     operands = testing.operands(CAUSAL)
-    direction = torch.nn.functional.normalize(torch.randn(64), dim=0)
+    # Of one direction in 300 the sampled rows lie so that rounded scores are refused.
+    direction = torch.nn.functional.normalize(torch.randn(64, generator=torch.Generator().manual_seed(0)), dim=0)
     rows = slice(590 - large, 590)
     operands.q[0, rows, 0] = operands.k[0, 20, 0] = (11.0 * direction).bfloat16()
     assert half_scores.bounded(operands.q, operands.k, CAUSAL.scale)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rowmax import Problem, testing
-from rowmax.cpu import half_scores, pieces
+from rowmax.cpu import blocks, half_scores, pieces
 from rowmax.mask import end_key, first_key
 from rowmax.plan.tile import Tile
 
@@ -15,7 +15,8 @@ WINDOWS = ["q900 k900 d8 fp32 window(100,0)", "q900 k1100 d8 fp32 window(64,30)"
 def cut(problem):
     """The pieces of a problem whose rows and keys are their own numbers."""
     rows, keys = (torch.arange(n).view(1, -1, 1, 1).expand(1, -1, problem.heads_q, 1) for n in (problem.len_q, problem.len_k))
-    return list(pieces.pieces(problem, TILE, 0, [rows], [keys, keys]))
+    geometry = blocks.Geometry(problem.len_q, problem.len_k, problem.band)
+    return list(pieces.pieces(pieces.is_cut(problem, TILE, geometry), problem.band, 0, [rows], [keys, keys]))
 
 
 @pytest.mark.parametrize("text", WINDOWS)
@@ -68,7 +69,7 @@ def test_results(text, kind):
 
 
 @pytest.mark.parametrize(
-    "text", ["b2 h4/2 q500 k520 d16 bf16 window(200,20)", "b1 h4/4 q500 k500 d8/5 fp32 softcap=9.0 window(200,0) sink"]
+    "text", ["b2 h4/2 q500 k520 d16 fp32 window(200,20)", "b1 h4/4 q500 k500 d8/5 fp32 softcap=9.0 window(200,0) sink"]
 )
 def test_gradients_are_sums_over_pieces(text):
     problem = Problem.parse(text)

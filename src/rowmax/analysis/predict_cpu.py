@@ -55,18 +55,19 @@ def rates_of(problem: Problem, plan: Plan, direction: str) -> CpuRates:
 def work(problem: Problem, plan: Plan, direction: str, lengths: Lengths) -> tuple[int, int, int]:
     """`(scores of all heads, those in blocks with a mask, tiles)` as computed."""
     tile = plan.tiles[0]
-    window = isinstance(problem.band, Band) and None not in problem.band and tile.block_m >= 2 * CUT_ROWS
+    cut = isinstance(problem.band, Band) and None not in problem.band and tile.block_m >= 2 * CUT_ROWS
+    cut = cut and (direction == "forward" or problem.dtype_name not in ("bf16", "fp16"))
     heads = problem.heads_q * (1 if problem.packed else problem.batch)
     scores = masked = tiles = 0
     for len_q, len_k in lengths:
-        step = CUT_ROWS if window else block_rows(tile, len_q, heads, problem.band)
+        step = CUT_ROWS if cut else block_rows(tile, len_q, heads, problem.band)
         for row in range(0, len_q, step):
             start, full_start, full_end, end = key_ranges(row, step, len_q, len_k, 1, problem.band)
             rows, before = min(step, len_q - row), early(start, problem.band)
             scores += rows * (end - start + before)
             masked += rows * (full_start - start + end - full_end + before) if problem.band != Band() else 0
             tiles += -(-(end - start) // tile.block_n) + -(-before // tile.block_n)
-    if window and direction == "backward":  # its rate is of blocks of 128 rows, walked one by one
+    if cut and direction == "backward":  # its rate is of blocks of 128 rows, walked one by one
         tiles = -(-tiles // 2)
     return scores * problem.heads_q, masked * problem.heads_q, tiles
 

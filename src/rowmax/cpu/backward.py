@@ -66,12 +66,12 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     for_k = tuple(grad for grad, need in zip(grads[1:], needs[1:3], strict=True) if need)
     for number, rows, cols in numbered_sequences(problem, operands, for_q, for_k):
         whole = Geometry(rows[0].shape[1], cols[0].shape[1], problem.band)
-        cut = is_cut(problem, tile, whole)
+        cut = is_cut(problem, tile, whole, "backward")
         # Pieces meet where their keys overlap, and are added up there; head after head, so that long stretches are.
         sums = [_by_head(scratch, f"sum{i}", t, compute).zero_() for i, t in enumerate(cols[2:])] if cut else cols[2:]
-        try_half = problem.dtype == torch.bfloat16 and problem.plain and problem.windowed and not cut
+        try_half = problem.dtype == torch.bfloat16 and problem.plain and problem.windowed
         try_half = try_half and half_scores.bounded(rows[0], cols[0], problem.scale)
-        for piece in pieces(problem, tile, number, rows, [*cols[:2], *sums]):
+        for piece in pieces(cut, problem.band, number, rows, [*cols[:2], *sums]):
             q, do, row_lse, row_delta, *dq = (by_kv_head(t, problem.heads_k) for t in piece.rows)
             k, v, *dkv = (t.transpose(1, 2) for t in piece.cols)
             targets = _Targets(dq[0] if needs[0] else None, dkv[0] if needs[1] else None, dkv[-1] if needs[2] else None)

@@ -51,7 +51,7 @@ def tiled(problem, operands, tile, need_lse, exact=False):
         cut = is_cut(problem, tile, geometry)
         if try_half and cut:
             try_half = _whole_fits(problem, tile, geometry, rows[0], *cols, scratch)
-        for piece in pieces(problem, tile, number, rows, cols):
+        for piece in pieces(cut, problem.band, number, rows, cols):
             _piece(problem, operands, tile, piece, cut, scratch, need_lse, exact, bounded, try_half)
     return out, lse
 
