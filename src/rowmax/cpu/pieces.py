@@ -10,8 +10,8 @@ are a sequence each (l, r are the sides of the window):
 
 The gradients of keys are sums over the pieces that overlap there: `add_overlapping`. The backward in 16 bits is not cut:
 to convert or copy keys that overlap costs what it saves, and in bf16 pieces know too little to round scores (with the forward,
-d64, one thread of an AMD EPYC: h2 q4096 k4096 bf16 window(1000,0) 115 ms cut, 89 whole; h8 q2048 k2048 fp32 window(256,0) 78 and
-90).
+d64, one thread of an AMD EPYC: h2 q4096 k4096 bf16 window(1000,0) 115 ms cut, 89 whole; h8 q2048 k2048 fp32 window(256,0) 78
+and 90).
 """
 
 from collections.abc import Iterator
