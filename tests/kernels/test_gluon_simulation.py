@@ -111,6 +111,20 @@ def test_flags_stand_for_64_rows_of_a_head_and_sequence(tile):
         assert suspect.nonzero().flatten().tolist() == [number]
 
 
+@pytest.mark.parametrize("tile", ["128x128 s2 q2 pingpong lazy dynamic", "128x64 s3 q1 lazy static", "192x128 s3 q2 dynamic"])
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_sequences_of_as_many_keys_as_queries(tile, late):
+    """One `cu_seqlens` for both: where the diagonal allows it, no key tile but a consumer's first is masked. Behind each
+    sequence's keys lie the next one's, large, and behind all of them NaN."""
+    problem = Problem.parse("b6 h4/2 q700 k720 d64 bf16 packed causal")
+    lengths = (1, 0, 64, 130, 257, 200)
+    operands = testing.operands(problem, lengths=tuple(zip(lengths, lengths, strict=True)))
+    operands.k[sum(lengths) :], operands.v[sum(lengths) :] = float("nan"), float("nan")
+    operands = operands._replace(cu_seqlens_k=operands.cu_seqlens_q)
+    report, _ = run(problem, operands, tile, late=late)
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 12, 99])
 def test_the_counter_is_left_at_zero_by_any_number_of_blocks(blocks):
     """The simulator looks at it after every call."""

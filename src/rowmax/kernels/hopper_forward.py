@@ -124,7 +124,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     total = _programs(problem, tiles, problem.heads_q)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
-    banded, skips = _hidden(problem, tile)
+    banded, skips = _hidden(problem, tile, problem.packed and cu_seqlens_q is cu_seqlens_k)
     prescale, cap = _scored(problem)
     kind, rows, own_b, own_h = _given_build(problem, operands)
     apart = max(TMA_BYTES // (rows * tile.block_n * given_bytes(problem)), 1)
@@ -183,21 +183,22 @@ def hopper_flags(problem: Problem) -> tuple[int, int]:
     return _programs(problem, tiles, problem.heads_q), tiles
 
 
-def _hidden(problem: Problem, tile: HopperTile) -> tuple[bool, bool]:
+def _hidden(problem: Problem, tile: HopperTile, alike: bool) -> tuple[bool, bool]:
     """Whether, behind the first key tile that a consumer takes, some may be hidden from some rows, and whether it skips some.
 
     With a causal mask the diagonal of 64 rows lies within one key tile if both start at multiples of 64: then a consumer that
-    leaves out the key tiles behind it has to mask its first one only.
+    leaves out the key tiles behind it has to mask its first one only. `alike`: packed sequences have as many keys as queries.
+    What a packed consumer would skip is not known.
     """
     if problem.band == Band():
         return False, False
-    shift = problem.len_k - problem.len_q
-    if problem.packed or problem.band != Band(None, 0) or shift % CONSUMER_ROWS or tile.block_n % CONSUMER_ROWS:
+    shift = 0 if alike else problem.len_k - problem.len_q
+    if (problem.packed and not alike) or problem.band != Band(None, 0) or shift % CONSUMER_ROWS or tile.block_n % CONSUMER_ROWS:
         return True, False
     starts = [(i * tile.block_m + shift) % tile.block_n for i in range(tile.block_n // CONSUMER_ROWS)]
     most = max((start + tile.block_m - 1) // tile.block_n - (start + CONSUMER_ROWS - 1) // tile.block_n for start in starts)
     # What is given for pairs is fetched for every key tile: none is skipped.
-    return (False, most > 0) if most < (1 if problem.pairs else tile.stages) else (True, False)
+    return (False, most > 0) if most < (1 if problem.pairs or alike else tile.stages) else (True, False)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:

@@ -53,6 +53,7 @@ class Forward:
         self._has_work = _has_work(problem)
         self._clear = problem.packed or not self._has_work  # there may be rows that the forward does not write
         self._again: Any = None  # launches of calls after the first
+        self._alike = False  # of the call that they are kept from: queries and keys had one `cu_seqlens`
         self._clear_again: Any = None
         self._like_q = not self._clear and problem.dim_qk == problem.dim_v  # a third faster than from a shape
 
@@ -89,10 +90,12 @@ class Forward:
 
     def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores) -> None:
         device, tile = q.device, self._tile
-        if self._again is not None and device.index == torch.cuda.current_device():
+        alike = cu_seqlens_q is cu_seqlens_k
+        if self._again is not None and alike == self._alike and device.index == torch.cuda.current_device():
             self._again(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
             return
         operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, *scores)
+        self._alike = alike
         if isinstance(tile, SplitTile):
             from rowmax.kernels import decode_launch
 
