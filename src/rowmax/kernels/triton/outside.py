@@ -36,7 +36,7 @@ def outside_kernel(
         b = first + tl.arange(0, AT_ONCE)
         here = tl.load(cu_seqlens + b, mask=b < batch, other=0)
         following = tl.load(cu_seqlens + b + 1, mask=b < batch, other=0)
-        falls += tl.sum(((following < here) | (following > rows)).to(tl.int32), 0)
+        falls += tl.sum(((here < 0) | (following < here) | (following > rows)).to(tl.int32), 0)
     begin = clamp(tl.load(cu_seqlens), 0, rows).to(tl.int32)
     end = clamp(tl.load(cu_seqlens + batch), begin, rows).to(tl.int32)
     if falls > 0:
