@@ -107,7 +107,8 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
     tensors = (*given[2][:3], out, lse, *given[2][3 : 5 if problem.plain else 9 if "hopper" in plan_text else None])
     if "hopper" in plan_text:
         *before, first, second = hopper_forward.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
-        launches, order = forward._again._launches(memory, *tensors)
+        (again,) = forward._again.values()
+        launches, order = again._launches(memory, *tensors)
         flags, counter = memory[scratch.FLAGS_AT :], memory if first.tensors[9] is not None else None
         first = first._replace(tensors=(*first.tensors[:8], flags, counter, *first.tensors[10:12], order, *first.tensors[13:]))
         second = second._replace(tensors=(*second.tensors[:5], flags, *second.tensors[6:]))
@@ -132,11 +133,11 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
     encoded = fake.encoded
     if "hopper" in plan_text:
         for _ in range(3):
-            forward._again(*tensors)
+            again(*tensors)
         bound = forward.into(given[2], out, lse)
         bound()
         bound()
-    again = fake.encoded - encoded
+    encoded = fake.encoded - encoded
     heard: list = []
     runtime.launch_enter_hook.add(heard.append)
     runtime.launch_exit_hook.add(heard.append)
@@ -146,14 +147,14 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
     kept = 0
     if "hopper" in plan_text:
         for place in range(100):
-            forward._again._sources[0][16 * place]
-        kept = len(forward._again._sources[0])
+            again._sources[0][16 * place]
+        kept = len(again._sources[0])
     return {
         "direct": [launcher.is_direct for launcher in launchers],
         "launches of a call": counts,
         "differences": differences,
         "early": early,
-        "encoded again": again,
+        "encoded again": encoded,
         "heard": len(heard),
         "kept": kept,
     }
@@ -222,6 +223,34 @@ def parameters(signature) -> int:
         elif kind != "constexpr":
             count += 3 + 2 * kind[: kind.index("]")].count(",") if kind.startswith("tensordesc") else 1
     return count
+
+
+def test_one_cu_seqlens_and_two_keep_launches_of_their_own(monkeypatch):
+    """The first takes a loop without masks, which would be wrong for the second, whatever the order, or if building fails."""
+    from rowmax import Device, Problem, plan, testing
+    from rowmax.kernels import hopper_forward, launch
+
+    problem = Problem.parse("b3 h2 q300 k300 d64 bf16 packed causal")
+    two = testing.operands(problem)
+    one = two._replace(cu_seqlens_k=two.cu_seqlens_q)
+    built, run = [], []
+
+    def build(_problem, operands, *_):
+        built.append(operands.cu_seqlens_q is operands.cu_seqlens_k)
+        if len(built) == 2:
+            raise MemoryError
+        return lambda *tensors, own=built[-1]: run.append((own, tensors[5] is tensors[6]))
+
+    monkeypatch.setattr(hopper_forward, "run", build)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    forward = launch.Forward(problem, plan(problem, Device.named("H200"), prefer="hopper"), False)
+    forward(*one)
+    with pytest.raises(MemoryError):
+        forward(*two)
+    for operands in (one, two, two, one, two):
+        forward(*operands)
+    assert built == [True, False, False]
+    assert run == [(own, own) for own in (True, False, True, False)]
 
 
 # ---- memory kept between calls -----------------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ class Forward:
         self._need_lse, self._plain = need_lse, problem.plain
         self._has_work = _has_work(problem)
         self._clear = problem.packed or not self._has_work  # there may be rows that the forward does not write
-        self._again: Any = None  # launches of calls after the first
-        self._alike = False  # of the call that they are kept from: queries and keys had one `cu_seqlens`
+        self._again: dict[bool, Any] = {}  # have queries and keys one `cu_seqlens`? -> launches of calls after the first
         self._clear_again: Any = None
         self._like_q = not self._clear and problem.dim_qk == problem.dim_v  # a third faster than from a shape
 
@@ -91,19 +90,19 @@ class Forward:
     def _run(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores) -> None:
         device, tile = q.device, self._tile
         alike = cu_seqlens_q is cu_seqlens_k
-        if self._again is not None and alike == self._alike and device.index == torch.cuda.current_device():
-            self._again(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
+        again = self._again.get(alike)
+        if again is not None and device.index == torch.cuda.current_device():
+            again(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
             return
         operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, *scores)
-        self._alike = alike
         if isinstance(tile, SplitTile):
             from rowmax.kernels import decode_launch
 
-            self._again = decode_launch.dense(self._problem, operands, tile, out, lse)
+            self._again[alike] = decode_launch.dense(self._problem, operands, tile, out, lse)
         elif isinstance(tile, HopperTile):
             from rowmax.kernels import hopper_forward
 
-            self._again = hopper_forward.run(self._problem, operands, tile, out, lse)
+            self._again[alike] = hopper_forward.run(self._problem, operands, tile, out, lse)
         elif self._algorithm in BY_NAME:
             from rowmax.kernels.generations import calls as calls_by_name
 
@@ -113,7 +112,7 @@ class Forward:
             call = forward_call(self._problem, operands, tile, out, lse)
             build, numbers = _launch(device, call), call.numbers
             if build is not None:
-                self._again = lambda *tensors: _run(build, tile, *map(_address, tensors), *numbers)
+                self._again[alike] = lambda *tensors: _run(build, tile, *map(_address, tensors), *numbers)
 
     def into(self, operands: Operands, out: torch.Tensor, lse: Optional[torch.Tensor]) -> Callable[[], None]:
         """A function that computes into `out` and `lse` what these tensors then hold; its calls must follow one another."""
@@ -128,8 +127,9 @@ class Forward:
             if not self._has_work:
                 return
             # Memory made under capture would belong to the graph.
-            if not bound and hasattr(self._again, "bind") and not torch.cuda.is_current_stream_capturing():
-                bound.append(self._again.bind(*tensors))
+            again = self._again.get(cu_seqlens_q is cu_seqlens_k)
+            if not bound and hasattr(again, "bind") and not torch.cuda.is_current_stream_capturing():
+                bound.append(again.bind(*tensors))
             if bound and device.index == torch.cuda.current_device():
                 bound[0]()
             else:
