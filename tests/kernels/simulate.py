@@ -486,8 +486,10 @@ def forward(
     second kernel. `suspect`: 1 where one of 64 rows is, else 0. The counter and the flags must be left at 0.
     """
     out_shape, lse_shape = problem.outputs()
-    out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
-    lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
+    out = torch.full(out_shape, torch.nan, dtype=problem.dtype)
+    lse = torch.full(lse_shape, torch.nan) if need_lse else None
+    if problem.packed:
+        launch._launch(out.device, launch.outside_call(operands.cu_seqlens_q, out, lse=lse))
     *before, call, guard = hopper_forward.hopper_calls(problem, operands, tile, out, lse)
     for order in before:
         launch._launch(out.device, order)

@@ -91,7 +91,10 @@ def backward(
     of 64 keys is, else 0.
     """
     like = operands[:3]
-    dq, dk, dv = (torch.full(t.shape, 0.0 if problem.packed else torch.nan, dtype=t.dtype) for t in like)
+    dq, dk, dv = (torch.full(t.shape, torch.nan, dtype=t.dtype) for t in like)
+    if problem.packed:
+        launch._launch(dq.device, launch.outside_call(operands.cu_seqlens_q, dq))
+        launch._launch(dq.device, launch.outside_call(operands.cu_seqlens_k, dk, dv))
     with testing.poisoned():
         calls = backward_launch.hopper_backward_calls(problem, operands, tile, out, lse, grad_out, grad_lse, dq, dk, dv)
     prepare, call, finish = calls

@@ -27,7 +27,10 @@ def backward(
     with the mutants.
     """
     like = operands[:3]
-    dq, dk, dv = (torch.full(t.shape, 0.0 if problem.packed else torch.nan, dtype=t.dtype) for t in like)
+    dq, dk, dv = (torch.full(t.shape, torch.nan, dtype=t.dtype) for t in like)
+    if problem.packed:
+        launch._launch(dq.device, launch.outside_call(operands.cu_seqlens_q, dq))
+        launch._launch(dq.device, launch.outside_call(operands.cu_seqlens_k, dk, dv))
     with testing.poisoned():
         calls = backward_wide_launch.wide_backward_calls(problem, operands, tile, out, lse, grad_out, grad_lse, dq, dk, dv)
     prepare, *main, finish = calls

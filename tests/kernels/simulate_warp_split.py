@@ -66,8 +66,10 @@ def language(program: int, programs: int, warps: int) -> tuple[dict, Copies]:
 def forward(problem: Problem, operands: Operands, tile: WarpTile, *, need_lse: bool = True, mutants=(), repair: bool = True):
     """`(out, lse, suspect)` of the launcher's two kernels, the second one, where a tile is suspect, in Triton's interpreter."""
     out_shape, lse_shape = problem.outputs()
-    out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
-    lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
+    out = torch.full(out_shape, torch.nan, dtype=problem.dtype)
+    lse = torch.full(lse_shape, torch.nan) if need_lse else None
+    if problem.packed:
+        launch._launch(out.device, launch.outside_call(operands.cu_seqlens_q, out, lse=lse))
     call, guard = generations.warp_split_calls(problem, operands, tile, out, lse)
     arguments = [None if x is None else Pointer(x) for x in call.tensors] + list(call.numbers)
     code = simulate.sources(*mutants, kernel="warp_split")
