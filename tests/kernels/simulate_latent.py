@@ -64,11 +64,8 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     return names | {"warpgroup_mma": fenced, "share_layout": lambda *_: None}
 
 
-def attend(
-    problem: PagedProblem, operands: PagedOperands, tile: SplitTile, *, need_lse=True, seed=0, late=False, mutants=(), **changes
-):
-    """`(out, lse)` of the launcher's kernels. `mutants`: replacements of text in the source of the one in Gluon; `changes`: of
-    its `Build`."""
+def attend(problem: PagedProblem, operands: PagedOperands, tile: SplitTile, *, need_lse=True, seed=0, late=False, mutants=()):
+    """`(out, lse)` of the launcher's kernels. `mutants`: replacements of text in the source of the one in Gluon."""
     out_shape, lse_shape = problem.outputs()
     out = torch.full(out_shape, 0.0 if problem.packed else torch.nan, dtype=problem.dtype)
     lse = torch.full(lse_shape, -torch.inf if problem.packed else torch.nan) if need_lse else None
@@ -78,14 +75,12 @@ def attend(
     first, call, *combine = latent_launch.calls(problem, operands, tile, out, lse, parts, work)
     launch._launch(out.device, first)
     arguments = [_argument(x) for x in call.tensors] + list(call.numbers)
-    build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
-    vars(build).update(changes)
     code = simulate.sources(*mutants, kernel="latent")
     for program in random.Random(seed).sample(range(call.programs), call.programs):
         names = language(Machine(seed + program, late), program, call.programs)
         for part in code:
             exec(part, names)
-        names["latent_kernel"](*arguments[:-1], build)
+        names["latent_kernel"](*arguments)
     for one in combine:
         launch._launch(out.device, one)
     return out, lse

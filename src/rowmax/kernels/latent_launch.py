@@ -1,6 +1,6 @@
 """Arguments and launches of latent attention on Hopper, for `plan/latent.py`; called by `decode_launch.Paged`.
 
-Three launches: what each program has to do (`triton/work.py`), the parts (`gluon/latent.py`), and `triton/combine.py`.
+Three launches: what each program has to do (`triton/work.py`), the parts (`gluon/latent.py`), and what joins them (`work.py`).
 """
 
 from typing import Any, Optional
@@ -11,10 +11,9 @@ import triton
 from rowmax.kernels import decode_launch, launch
 from rowmax.kernels.hopper_forward import _descriptor
 from rowmax.kernels.launch import Call, _bounded
-from rowmax.kernels.triton.work import work_kernel
+from rowmax.kernels.triton.work import join_kernel, work_kernel
 from rowmax.numerics import LOG2E
 from rowmax.paged import PagedOperands, PagedProblem
-from rowmax.plan import latent as tiles_of
 from rowmax.plan.latent import KEYS, ROWS
 from rowmax.plan.split_kv import SplitTile, least_turns, row_tiles
 from rowmax.plan.tile import Tile
@@ -33,8 +32,8 @@ def calls(
     problem: PagedProblem, operands: PagedOperands, tile: SplitTile, out, lse, parts: Optional[torch.Tensor], work: torch.Tensor
 ) -> tuple[Call, ...]:
     """As `decode_launch.calls`, with values that are the first columns of the keys. `work`: int64, `FIELDS` for each of
-    `programs_of`."""
-    from rowmax.kernels.gluon.latent import Build, latent_kernel
+    `programs_of`. The last call is there only where items may have several parts."""
+    from rowmax.kernels.gluon.latent import WIDTH, latent_kernel
 
     q, k, _, table, lengths, cu, *_ = operands
     heads_first = q.transpose(0, 1) if problem.packed else (q.unsqueeze(1) if q.dim() == 3 else q).transpose(1, 2)
@@ -46,19 +45,28 @@ def calls(
         *(decode_launch.parts_of(problem, tile), slots, problem.group, problem.dim_v, ROWS, KEYS),
         *(least_turns(KEYS), batch_block),
     )
-    first = Call(work_kernel, programs, (work, lengths, cu), numbers, Tile(ROWS, KEYS, 1, 1))
-    kind = tiles_of.KINDS[tile.stages]
-    fixed = (kind.width, kind.held, kind.held_rope, tile.stages, 2 - kind.held_rope, kind.early, *kind.registers)
-    build = Build(problem.page_size // KEYS, lse is not None, *fixed)
+    # Which part a program has is found by looking through all sequences, work for more than a warp.
+    first = Call(work_kernel, programs, (work, lengths, cu), numbers, Tile(ROWS, KEYS, 4 if batch_block else 1, 1))
     sources = (
-        *(_descriptor(heads_first, ROWS, kind.width), _descriptor(heads_first, ROWS, ROPE)),
-        *(_descriptor(k, KEYS, kind.width), _descriptor(k, KEYS, ROPE)),
+        *(_descriptor(heads_first, ROWS, WIDTH.value), _descriptor(heads_first, ROWS, ROPE)),
+        *(_descriptor(k, KEYS, WIDTH.value), _descriptor(k, KEYS, ROPE)),
     )
     # Where every item has one part nobody writes to the memory of partial results, whose place some other takes.
     tensors = (*sources, out, lse, table if parts is None else parts, table, work)
-    numbers = (table.stride(0), problem.scale * LOG2E, k.shape[0], build)
+    numbers = (table.stride(0), problem.scale * LOG2E, k.shape[0], problem.page_size // KEYS, lse is not None)
     attend = Call(latent_kernel, programs, tensors, numbers, tile)
-    return first, attend, *decode_launch.calls(problem, operands, tile, out, lse, parts)[1:]
+    if not slots:
+        return first, attend
+    each, warps = decode_launch.WIDE // problem.dim_v, 4  # rows of a program
+    at_once = decode_launch._at_once(
+        tile, row_tiles(problem, ROWS), decode_launch.parts_of(problem, tile), each * problem.dim_v, warps
+    )
+    numbers = (
+        *(decode_launch._row_strides(out, problem), problem.len_q, slots, ROWS // each),
+        *(problem.packed, problem.group, problem.dim_v, ROWS, each, at_once),
+    )
+    join = Call(join_kernel, programs * (ROWS // each), (out, lse, parts, work), numbers, Tile(each, 1, warps, 1))
+    return first, attend, join
 
 
 def run(problem: PagedProblem, operands: PagedOperands, tile: SplitTile, out, lse, parts) -> "_Again":
@@ -90,6 +98,6 @@ class _Again:
         each = (
             (work, lengths, cu),
             (*q_wide[q], *q_rope[q], *k_wide[k], *k_rope[k], *places),
-            (out, lse, parts, lengths, cu),
+            (out, lse, parts, work),
         )
         return [(build, (*own, *more)) for build, own, more in zip(self._builds, each, self._numbers, strict=False)]

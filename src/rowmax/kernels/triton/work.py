@@ -1,12 +1,14 @@
 """What each program of `gluon/latent.py` has to do, found out ahead of it: the parts of `parts.py`, as lines of numbers.
 
 Gluon's kernel has rows, keys and results to move and no registers to spare for where they lie. Launched in front of it by
-`kernels/latent_launch.py`; the combine kernel behind both finds the same parts by itself.
+`kernels/latent_launch.py`, and behind it the kernel that joins the parts, which reads of the same lines whether there are any:
+`combine_kernel` looks through all lengths in each of its programs to find out.
 """
 
 import triton
 import triton.language as tl
 
+from rowmax.kernels.triton.combine import combine_rows
 from rowmax.kernels.triton.parts import find_part, key_span, keys_of, queries_of
 
 FIELDS: tl.constexpr = tl.constexpr(16)  # of a line, in the order of the tuple below
@@ -62,5 +64,29 @@ def work_kernel(
             tl.store(line + 13, sums * DIM_V + row)
             tl.store(line + 14, sums * (DIM_V + 1) + row)
     tl.store(line + 7, kind)
+    tl.store(line + 15, tl.where((kind == PART) & (part == 0), here, 0))  # parts that are to be joined, of an item's first one
     if kind == 0:
         tl.store(line + 5, 0)
+
+
+@triton.jit
+def join_kernel(
+    o_ptr, lse_ptr, part_ptr, work_ptr, o_strides, len_q, slots, pieces,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """`pieces` programs for each of the other kernel's, for ROWS rows each; those of an item's first part join its parts. The
+    rows are heads of one query, so that the tile is that of its heads, and the sequence one that begins at its token."""
+    pid = tl.program_id(0)
+    line = work_ptr + pid // pieces * FIELDS
+    here = tl.load(line + 15).to(tl.int32)
+    if here <= 1:
+        return
+    b = tl.load(line).to(tl.int32)
+    token = tl.load(line + 2).to(tl.int32)
+    tile = tl.load(line + 3).to(tl.int32) // BLOCK_M
+    slot = tl.load(line + 12) // (BLOCK_M * DIM_V)
+    combine_rows(
+        o_ptr, lse_ptr, part_ptr, None, o_strides, b, tile, 0, here, slot, pid % pieces * ROWS, token, GROUP,
+        PACKED, 1, len_q, slots, BLOCK_M, GROUP, DIM_V, BLOCK_M, DIM_V, ROWS, AT_ONCE, "",
+    )  # fmt: skip
