@@ -35,7 +35,6 @@ from rowmax.problem import Problem
 ROWS = KEYS = 64  # of a tile
 STAGES = 8  # pieces of keys in flight
 DIM, DIM_V = 576, 512
-SHARED_BYTES = 232_448
 NOT_SHARED = "takes values that are the first columns of the keys, and rows that start at multiples of 16 bytes, as TMA does"
 
 
