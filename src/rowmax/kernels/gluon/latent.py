@@ -196,7 +196,7 @@ def _scorer(work, lse_ptr, part_ptr, scale_log2, buffers, rings, NEED_LSE: gl.co
         of_pieces = ()
         for c in gl.static_range(EACH):
             wait_full(q_ring, zero + c, EACH)
-            of_pieces += (q_pieces.index(c).reshape([ROWS, WIDTH]),)
+            of_pieces += (q_pieces.index(c).reshape([ROWS, WIDTH]),)  # type: ignore[assignment]
         wait_full(q_rope_ring, zero, 1)
         q = (of_pieces, q_rope.index(0).reshape([ROWS, ROPE]))
         for j in range(turns):
