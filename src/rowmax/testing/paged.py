@@ -51,7 +51,7 @@ def paged_operands(
     if shared:
         packed = packed._replace(v=packed.k[..., : problem.dim_v])
     generator = torch.Generator().manual_seed(seed)
-    size, columns = problem.page_size, problem.len_k // problem.page_size
+    size, columns = problem.page_size, -(-problem.len_k // problem.page_size)
     used = [-(-length // size) for _, length in lengths]
     order = torch.randperm(sum(used) + 3, generator=generator)
     garbage = torch.tensor(GARBAGE).repeat(-(-problem.batch * columns // len(GARBAGE)) + 1)
