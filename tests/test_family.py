@@ -60,6 +60,11 @@ def test_a_call_says_why_it_does_not_take_what_others_do(name):
         ("sdpa", "window", "It is taken by attention,"),
         ("prepare", "dropout_p", "dropout is for training. It is taken by attention, attention_varlen, explain, sdpa."),
         ("attention_paged", "softcap", "scores are only scaled. It is taken by attention,"),
+        ("attention_paged", "key_padding_mask", "here it is seqlens_k."),  # no leftpad_k, no mask
+        ("attention_paged", "s_aux", "no s_aux; in rowmax it is sink. Over pages"),
+        ("attention_varlen", "attn_mask", "it is mask. It belongs to dense tensors [B, T, H, D]. It is taken by attention,"),
+        ("prepare", "cache_seqlens", "it is seqlens_k. Lengths are in cu_seqlens"),
+        ("prepare", "enable_gqa", "here it is nothing"),
         ("PagedKVCache.attend", "cu_seqlens_q", "The cache's step has it"),
     ],
 )

@@ -85,18 +85,24 @@ def refuse(call: str, given: dict[str, Any]) -> NoReturn:
     """The error of a call that was given keywords which it does not take.
 
     Raises:
-        Unsupported: the first of them is taken by another of `CALLS`.
+        Unsupported: the first of them, by whatever name, is taken by another of `CALLS` alone.
         TypeError: no call takes it.
     """
     name, own = next(iter(given)), keywords(call)
     takers = [other for other in CALLS if name in keywords(other)]
     if call == "sdpa" and name in _MEANT_BY_SDPA:
         raise TypeError(f"sdpa() takes no argument '{name}'; it is {_MEANT_BY_SDPA[name]}.")
-    if name in MEANT and re.split(r"\W", MEANT[name])[0] in (*own, "nothing") and call != "sdpa":
-        raise TypeError(f"{call}() takes no argument '{name}'; here it is {MEANT[name]}.")
+    said = name
+    if name in MEANT and call != "sdpa":
+        words = [word for word in re.findall(r"\w+", MEANT[name]) if any(word in keywords(other) for other in CALLS)]
+        here = [word for word in words if word in own]
+        if here or not words:
+            raise TypeError(f"{call}() takes no argument '{name}'; here it is {MEANT[name] if here == words else here[0]}.")
+        name, said = words[0], f"{name}; in rowmax it is {words[0]}"
+        takers = [other for other in CALLS if name in keywords(other)]
     if takers:
         why = WHY[call].get(name)
-        raise Unsupported(f"{call} takes no {name}. {why + '. ' if why else ''}It is taken by {', '.join(takers)}.")
+        raise Unsupported(f"{call} takes no {said}. {why + '. ' if why else ''}It is taken by {', '.join(takers)}.")
     from difflib import get_close_matches
 
     near = get_close_matches(name, own, 1)
