@@ -267,6 +267,33 @@ def kept_launches_give_what_new_ones_give():
                     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"'{text}' {layout} seed {seed}"
 
 
+@check
+def one_cu_seqlens_and_two_take_launches_of_their_own():
+    """One tensor for queries and keys, and two of other lengths and the same form, in either order: a Hopper forward leaves out
+    masks for the one. Behind the last sequence lies NaN. A prepared call follows lengths that change in place."""
+    lengths = [(n, n) for n in (1, 0, 64, 300, 257)]
+    for dim in (64, 128, 256):
+        problem, two, _ = prepared(f"b5 h4/2 q700 k700 d{dim} bf16 packed causal", lengths=lengths)
+        two.k[622:], two.v[622:] = float("nan"), float("nan")
+        one = two._replace(cu_seqlens_k=two.cu_seqlens_q)
+        two = two._replace(cu_seqlens_k=two.cu_seqlens_k.new_tensor([0, 100, 130, 150, 400, 622]))
+        for order in ((one, two, one, two), (two, one, two, one)):
+            ops.forget()
+            for operands in order:
+                with testing.poisoned():
+                    out, lse = testing.attend(problem, operands)
+                report = testing.check_forward(problem, operands, out, lse)
+                assert report.ok, f"{problem}, {'one' if operands is one else 'two'} cu_seqlens: {report}"
+        q, k, v, cu = one[:4]
+        attend = rowmax.prepare(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, return_lse=True)
+        for ends in ([0, 1, 1, 65, 365, 622], [0, 200, 201, 201, 500, 610], [0, 0, 0, 0, 0, 0]):
+            cu.copy_(cu.new_tensor(ends))
+            for _ in range(2):
+                out, lse = attend()
+                report = testing.check_forward(problem, one, out, lse)
+                assert report.ok, f"{problem}, prepared, {ends}: {report}"
+
+
 def forward_plans():
     """The plan's own, and those of the Hopper forward where it runs, with each way of handing out tiles."""
     hopper = [f"hopper[128x64 s2 q1 {schedule}]" for schedule in ("static", "dynamic")]
