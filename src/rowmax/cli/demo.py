@@ -38,6 +38,11 @@ def run(question: str, device: str, tokens: int) -> int:
         tokenizer, model = _load(device)
     prompt = prompt_of(tokenizer, question, device)
 
+    if torch.device(device).type != "cpu":  # or their time would be taken for that of attention
+        Watch().register()
+        with _alive(console, "building kernels, once for this machine"):
+            _generate(model, prompt, tokens, MEASURED)
+
     console.print(f"\n[bold]{escape(question)}[/]")
     watch = Watch()
     watch.register()
