@@ -71,7 +71,6 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     """Few sequences, too, though only 128 have been timed. A tile of 64 keys takes 2.1 us of a multiprocessor here, 524.6 of
     248 in turn, and 5.2 in `split_kv`; so a part of the least size, four tiles, ends 12 us earlier, for one more launch of 2 or
     3 us. One sequence of 8192 keys and 128 heads has 64 of them, one of 65536 132 of 16 tiles."""
-    assert isinstance(problem, PagedProblem)  # `refuses` checked it
     why = "524.6 us in one part each, split_kv 1303.8, with 128 sequences of 8192 keys on an H200"
     if problem.batch > split_kv.MOST_SEQUENCES:
         return (SplitTile(ROWS, KEYS, 4, STAGES),), f"so many sequences fill the multiprocessors; {why}"
