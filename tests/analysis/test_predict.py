@@ -169,6 +169,16 @@ def test_drawn_rows_that_were_measured_for_the_model_before():
     assert sum(error <= 0.25 for error in off[False]) >= 0.97 * 194
 
 
+def test_verdicts_of_a_draw_that_nobody_had_seen():
+    """Seed 8, counted at a5ed514 after the model had been settled. Asked for are 38 of 40."""
+    counters = benchmark("counters")
+    document = json.loads((RESULTS / "counters" / "h200-2026-11-30-seed8.json").read_text())
+    assert (document["seed"], document["verdicts_agree"], document["verdicts_of"]) == (8, 40, 42)
+    jobs = [counters.Job(row["problem"], row["plan"], False) for row in document["rows"]]
+    found = counters.compared(jobs, [row["kernels"] for row in document["rows"]], H200)
+    assert (counters.report(found)["verdicts_agree"], counters.report(found[:40])["verdicts_agree"]) == (40, 38)
+
+
 def test_generations_side_by_side():
     """FlashAttention-2 against 1, and rows against columns: asked for is that the model is off by at most 25%."""
     generations = benchmark("generations")
