@@ -268,7 +268,7 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
         line = 64 < size <= (192 if problem.softcap else 256) and "q" not in _pairs_of(problem)
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
         tile = HopperTile.parse(tiles_of_row[causal] if line else beside["," in problem.bias])
-        return (tile,), f"beside a {'bias' if problem.bias else 'mask'}, not measured"
+        return (tile,), f"beside a {'bias' if problem.bias else 'mask'}; of these tiles that of d128 was measured"
     if causal and size == 64 and problem.len_k <= _SHORT and not problem.packed:
         return (HopperTile.parse(_SHORT_64),), "few keys leave too little of a row tile of 192"
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal" if reached else "as for d128, not measured"

@@ -6,7 +6,8 @@ the stages are eight pieces of 64 keys in flight, a quarter of the values each (
 An H200 took for 128 sequences of 8192 keys and 128 heads, pages of 64, in us by graph replay (median and least of 60):
 
     split_kv  1303.8 (1286.5)
-    s8 x1      524.6  (511.5), 557 TFLOP/s    s8 p132 has not been timed in this form
+    s8 p132    516.2  (511.3), 566 TFLOP/s; when it was timed first, right behind the checks, 570.1 (545.9)
+    s8 x1      513.8  (510.9), 568 TFLOP/s
 
 What is no longer there, x1 and p132:
 
@@ -15,9 +16,9 @@ What is no longer there, x1 and p132:
         with the last 64 columns of Q in registers and a ninth piece: 624.5 (617.9); with halves: 718.7 (715.0), 734.1 (727.4)
 
 Here p132 cuts nothing: programs, their order and their tiles of keys are those of x1. What x1 spares is looking through all
-lengths in `triton/work.py` and a launch that finds nothing to join: 15 us of the least times above, when every program of that
-launch looked through all lengths, too; it has not been timed since it reads what `work.py` found. How long sequences are the
-plan cannot see, and one of several lengths needs the parts: who knows that they are even, and many, asks for `num_splits=1`.
+lengths in `triton/work.py` and a launch that finds nothing to join: 15 us, when every program of that launch looked through all
+lengths, too, and nothing that shows since it reads what `work.py` found. How long sequences are the plan cannot see, and one of
+several lengths needs the parts.
 With halves and without any P V it took 421.7, with one page for all keys 503.4; fetching tiles into the L2 ahead of their time
 cost 2%.
 """
@@ -68,10 +69,10 @@ def misfit(problem: Problem, device: Device, tile: Tile) -> Optional[str]:
 
 
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
-    """Few sequences, too, though only 128 have been timed. A tile of 64 keys takes 2.1 us of a multiprocessor here, 524.6 of
+    """Few sequences, too, though only 128 have been timed. A tile of 64 keys takes 2.1 us of a multiprocessor here, 516 for
     248 in turn, and 5.2 in `split_kv`; so a part of the least size, four tiles, ends 12 us earlier, for one more launch of 2 or
     3 us. One sequence of 8192 keys and 128 heads has 64 of them, one of 65536 132 of 16 tiles."""
-    why = "524.6 us in one part each, split_kv 1303.8, with 128 sequences of 8192 keys on an H200"
+    why = "516.2 us, split_kv 1303.8, with 128 sequences of 8192 keys on an H200"
     if problem.batch > split_kv.MOST_SEQUENCES:
         return (SplitTile(ROWS, KEYS, 4, STAGES),), f"so many sequences fill the multiprocessors; {why}"
     tile = SplitTile(ROWS, KEYS, 4, STAGES, False, device.sms, True)
