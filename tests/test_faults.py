@@ -45,8 +45,8 @@ def functions(path: Path) -> set[str]:
 def gpu_names() -> set[str]:
     """Checks of the GPU tier, read without a GPU."""
     found = set()
-    for name in ("gpu_checks", "gpu_serving", "gpu_invariance", "gpu_faults", "gpu_second"):
-        tree = ast.parse((HERE / f"{name}.py").read_text())
+    for path in sorted(HERE.glob("gpu_*.py")):
+        tree = ast.parse(path.read_text())
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in node.decorator_list):
                 found.add(node.name)
