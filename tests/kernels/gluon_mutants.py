@@ -274,7 +274,7 @@ MUTANTS = {
     "counter reset by one tile too late": (only("mask=tile == total - 1 +", "mask=tile == total +"), CAUSAL, DYNAMIC),
     "heads not grouped": (only("group = head // BUILD.GROUP", "group = head * 0"), GROUPED, STATIC),
     "heads taken in turn": (only("group = head // BUILD.GROUP", "group = head % BUILD.GROUP"), GROUPED, STATIC),
-    "heads of a small last group": (only("gl.minimum(members, every", "gl.maximum(members, 0 * every"), MANY_KEYS, DYNAMIC),
+    "heads of a small last group": (only("tl.minimum(members, every", "tl.maximum(members, 0 * every"), MANY_KEYS, DYNAMIC),
     "a sequence too late in the order": (only("end <= place", "end < place"), PACKED, STATIC),
     "a row tile too many in the order": (only("+ 1) - 1 - place", "+ 1) - place"), PACKED, STATIC),
     "the last row tile of the order left out": (only("len_k), tiles * heads", "len_k), tiles * heads - 1"), PACKED, STATIC),

@@ -37,6 +37,18 @@ def extent(cu_seqlens, b, total):
 
 
 @triton.jit
+def in_group(tile, every, tiles, members):
+    """`(head, place)`: of which of `every` heads a tile is, and which of its `tiles`, counted in the order of the walk.
+
+    Heads come in groups of `members`, whose other side stays in L2; inside a group the first tile of every head first.
+    """
+    group = tile // (tiles * members)
+    place = tile % (tiles * members)
+    present = tl.minimum(members, every - group * members)
+    return group * members + place % present, place // present
+
+
+@triton.jit
 def line_begin(begin, sequence):
     """Where a packed sequence begins in a line of numbers that TMA reads: at a multiple of 4 numbers, which are 16 bytes.
 

@@ -36,7 +36,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import extent, find_sequence, line_begin
+from rowmax.kernels.address import extent, find_sequence, in_group, line_begin
 from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
     column_layout,
@@ -124,11 +124,7 @@ def locate(tile, work, BUILD: gl.constexpr):
     every = heads
     if not BUILD.PACKED:
         every = heads * batch
-    group = tile // (tiles * members)
-    place = tile % (tiles * members)
-    present = gl.minimum(members, every - group * members)
-    head = group * members + place % present
-    key_tile = place // present
+    head, key_tile = in_group(tile, every, tiles, members)
     if BUILD.PACKED:
         sequence = find_sequence(key_tile, cu_seqlens_k, batch, BLOCK_N)
         begin_k, own_k = extent(cu_seqlens_k, sequence, len_k)

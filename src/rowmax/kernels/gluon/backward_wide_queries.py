@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from rowmax.kernels.address import extent, find_sequence, line_begin
+from rowmax.kernels.address import extent, find_sequence, in_group, line_begin
 from rowmax.kernels.gluon.backward import (
     BATCH,
     BEGIN_K,
@@ -93,11 +93,8 @@ def locate_rows(tile, work, BUILD: gl.constexpr):
     every = heads
     if not BUILD.PACKED:
         every = heads * batch
-    group = tile // (tiles * members)
-    place = tile % (tiles * members)
-    present = gl.minimum(members, every - group * members)
-    head = group * members + place % present
-    row_tile = tiles - 1 - place // present
+    head, place = in_group(tile, every, tiles, members)
+    row_tile = tiles - 1 - place
     if BUILD.PACKED:
         sequence = find_sequence(row_tile, cu_seqlens_q, batch, BLOCK)
         begin_q, own_q = extent(cu_seqlens_q, sequence, len_q)

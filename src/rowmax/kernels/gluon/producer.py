@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rowmax.kernels.address import extent
+from rowmax.kernels.address import extent, in_group
 from rowmax.kernels.gluon.build import BATCH, BEGIN_K, BEGIN_Q, HEAD, ROW, ROWS, SLOTS, START
 from rowmax.kernels.gluon.layouts import number_layout
 from rowmax.kernels.gluon.names import as_bits
@@ -37,17 +37,14 @@ def locate(tile, work, BUILD: gl.constexpr):
     every = heads
     if not BUILD.PACKED:
         every = heads * batch
-    group = tile // (tiles * members)
-    place = tile % (tiles * members)
-    present = gl.minimum(members, every - group * members)
-    head = group * members + place % present
+    head, place = in_group(tile, every, tiles, members)
     if BUILD.PACKED:
-        sequence, row_tile = _ordered(place // present, order, batch)
+        sequence, row_tile = _ordered(place, order, batch)
         begin_q, own_q = extent(cu_seqlens_q, sequence, len_q)
         begin_k, own_k = extent(cu_seqlens_k, sequence, len_k)
         return row_tile * BLOCK_M, head, tile * 0, sequence, begin_q, own_q, begin_k, own_k
     else:
-        row = (tiles - 1 - place // present) * BLOCK_M
+        row = (tiles - 1 - place) * BLOCK_M
         return row, head % heads, head // heads, tile * 0, tile * 0, len_q, tile * 0, len_k
 
 
