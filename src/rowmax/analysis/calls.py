@@ -20,10 +20,15 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def put(text: str, begin: str, new: str, end: str) -> str:
+    """A page's text with something new between two marks."""
+    before, _, rest = text.partition(begin)
+    return before + begin + new + end + rest.partition(end)[2]
+
+
 def replaced(text: str) -> str:
     """The page's text with the table as it should be."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    return put(text, BEGIN, table(), END)
 
 
 if __name__ == "__main__":

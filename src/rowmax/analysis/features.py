@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from rowmax.analysis.calls import put
 from rowmax.device import Device
 from rowmax.errors import Unsupported
 from rowmax.paged import PagedProblem
@@ -98,8 +99,7 @@ def table() -> str:
 
 def replaced(text: str) -> str:
     """The file's text with the table as it should be."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    return put(text, BEGIN, table(), END)
 
 
 if __name__ == "__main__":
