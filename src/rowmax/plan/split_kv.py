@@ -37,10 +37,12 @@ MOST_SEQUENCES = 1024  # whose lengths a program looks through to find its part
 MOST_PARTS = 128
 INVARIANT_KEYS = 512  # of the first parts of a batch-invariant call: in every call the same, or results would differ
 # Parts of one size, those of all row tiles and KV heads of a query together: of 131072 keys and 8 heads a sequence has 83
-# parts, where 256 are of 512 keys. Not measured yet; chosen by a model fitted to 16 rows of
+# parts, where 256 are of 512 keys. Over the best shares one sequence of 131072 keys took 1.11 (192), 1.13 (256), 1.58 (128),
+# 1.17 with all parts of 1024 keys and 1.29 of 512; one of 32768 keys 1.10, 1.11, 1.39, 1.05 and 1.20
+# (`invariant-h200-2026-11-30.json`). Before that it was chosen by a model fitted to 16 rows of
 # `sweep-h200-2026-11-30-second.json`, which are within 9% of it: a call takes 12 us, and 2.5 for every 16 parts of a row that
 # are joined; of 264 programs at once each waits 1.2 us and then reads 1.1 tiles a us, or its share of 127. Over the best shares
-# one sequence of 131072 keys then takes 1.09 (192), 1.44 (128), 1.12 (256), 1.14 (512), 1.22 (192, the last parts not launched
+# one sequence of 131072 keys should take 1.09 (192), 1.44 (128), 1.12 (256), 1.14 (512), 1.22 (192, the last parts not launched
 # first); with all parts of 512 keys 1.31 (measured: 1.27), of 1024 1.14 (1.16). Of 32768 keys 1.11 (192), 1.10 (256), 1.18 (all
 # of 512; measured: 1.21). Over 1 to 32 heads, 1 to 16 sequences and 1024 to 2^20 keys 192 and 256 take 1.03 to 1.10 on average,
 # for every number of heads; worst, up to 1.5, are one or two sequences with one or two heads and more than 65536 keys, whose
