@@ -32,7 +32,7 @@ from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
 
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
-PARTS = {"forward": ("build", "given", "producer")}  # modules that belong to a kernel's
+PARTS = {"forward": ("build", "given", "producer"), "backward": ("backward_walk",)}  # modules that belong to a kernel's
 
 
 class Wrong(Exception):
@@ -447,14 +447,14 @@ def sources(*mutants: tuple[str, str], kernel: str = "forward", lender: str = ""
     `lender`: another kernel, whose functions this one takes as they are.
     """
     mask = importlib.import_module("rowmax.mask")
+    lent = (*PARTS.get(lender, ()), lender) if lender else ()
     own = [
         importlib.import_module(f"rowmax.kernels.gluon.{name}")
-        for name in ("index", "ring", "scores", "softmax", lender, *PARTS.get(kernel, ()), kernel)
-        if name
+        for name in ("index", "ring", "scores", "softmax", *lent, *PARTS.get(kernel, ()), kernel)
     ]
     modules = (mask, tile_ops, address, *own)
     texts = [inspect.getsource(module) for module in modules]
-    replaced = [i for i, module in enumerate(modules) if not lender or not module.__name__.endswith(f".{lender}")]
+    replaced = [i for i, module in enumerate(modules) if module.__name__.rsplit(".", 1)[-1] not in lent]
     for old, new in mutants:
         count = sum(texts[i].count(old) for i in replaced)
         if count != 1:

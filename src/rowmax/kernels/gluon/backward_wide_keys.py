@@ -29,7 +29,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from rowmax.kernels.address import line_begin
-from rowmax.kernels.gluon.backward import (
+from rowmax.kernels.gluon.backward import _hide, _mark, _nothing, _scores, _store
+from rowmax.kernels.gluon.backward_walk import (
     BATCH,
     BEGIN_K,
     BEGIN_Q,
@@ -41,12 +42,7 @@ from rowmax.kernels.gluon.backward import (
     LEN_Q,
     NOTES,
     SHIFT,
-    _hide,
-    _mark,
     _note,
-    _nothing,
-    _scores,
-    _store,
     locate,
     place_of,
     ranges_of,

@@ -22,7 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from rowmax.kernels.address import extent, find_sequence, in_group, line_begin
-from rowmax.kernels.gluon.backward import (
+from rowmax.kernels.gluon.backward import _mark, _nothing, _store
+from rowmax.kernels.gluon.backward_walk import (
     BATCH,
     BEGIN_K,
     BEGIN_Q,
@@ -32,10 +33,7 @@ from rowmax.kernels.gluon.backward import (
     LEN_K,
     LEN_Q,
     NOTES,
-    _mark,
     _note,
-    _nothing,
-    _store,
 )
 from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
