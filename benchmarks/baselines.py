@@ -13,6 +13,7 @@ Nobody but rowmax is timed with dropout: others draw by generators of their own,
 import functools
 import importlib
 import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -277,6 +278,7 @@ def _fa3():
 
 
 def _fa4():
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read at import: compiled ahead by other processes
     return _first_importable("flash_attn.cute.interface", "flash_attn.cute")
 
 
