@@ -32,7 +32,8 @@ from rowmax.plan.hopper import HopperTile
 from rowmax.problem import Operands, Problem
 
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
-PARTS = {"forward": ("build", "given", "producer"), "backward": ("backward_walk",)}  # modules that belong to a kernel's
+# Modules that belong to a kernel's.
+PARTS = {"forward": ("build", "given", "producer"), "backward": ("backward_walk", "dq_order")}
 
 
 class Wrong(Exception):

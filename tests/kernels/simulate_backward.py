@@ -8,6 +8,7 @@ import random
 import types
 
 import simulate
+import simulate_order
 import torch
 from simulate import Machine, Pointer, Shared, Wrong
 
@@ -82,13 +83,14 @@ def language(machine: Machine, program: int, programs: int) -> dict:
 
 def backward(
     problem: Problem, operands: Operands, tile: HopperBackwardTile, out, lse, grad_out, grad_lse=None, *, seed=0, late=False,
-    mutants=(), repair=True,
+    mutants=(), repair=True, running=3, any_order=False,
 ):  # fmt: skip
     """`(dq, dk, dv, suspect)` of the launcher's three kernels; the first and the last in Triton's interpreter.
 
     `mutants`: replacements of text in the source. `repair`: run the last kernel, which computes once more what is
     suspect; else round dQ and no more. `suspect`: 1 where one
-    of 64 keys is, else 0.
+    of 64 keys is, else 0. Where blocks wait for each other, `running` of them are side by side; else they run one by one.
+    `any_order`: of their sums is then no error.
     """
     like = operands[:3]
     dq, dk, dv = (torch.full(t.shape, torch.nan, dtype=t.dtype) for t in like)
@@ -103,11 +105,20 @@ def backward(
     build = types.SimpleNamespace(**{name: getattr(value, "value", value) for name, value in vars(call.numbers[-1]).items()})
     suspect = call.tensors[11]
     code = simulate.sources(*mutants, kernel="backward")
-    for program in random.Random(seed).sample(range(call.programs), call.programs):
-        names = language(Machine(seed + program, late), program, call.programs)
+
+    def run(program: int, machine: Machine) -> None:
+        names = language(machine, program, call.programs)
+        if isinstance(machine, simulate_order.Block):
+            names = simulate_order.language(machine, names)
         for part in code:
             exec(part, names)
         names["backward_kernel"](*arguments[:-1], build)
+
+    if tile.ordered:
+        simulate_order.Together(seed, late, running, any_order).run(call.programs, run)
+    else:
+        for program in random.Random(seed).sample(range(call.programs), call.programs):
+            run(program, Machine(seed + program, late))
     marked = suspect.clone()
     if repair:
         launch._launch(out.device, finish)

@@ -48,7 +48,10 @@ def hopper_backward_calls(
         parts = tuple(q.new_empty((lines, *t.shape[-3::2]), dtype=torch.float32) for t in (k, v))
     key_tiles = _row_tiles(problem, problem.len_k, KEYS)
     flags = _programs(problem, key_tiles, problem.heads_k)
-    prepare = prepare_call(problem, operands, out, lse, grad_out, grad_lse, sums, flags)
+    cleared, counts_at = flags, -(-flags // 4) * 4  # counters stand behind the marks, at a multiple of 16 bytes
+    if tile.ordered:
+        cleared = counts_at + 1 + _programs(problem, _row_tiles(problem, problem.len_q, tile.block_m), problem.heads_q)
+    prepare = prepare_call(problem, operands, out, lse, grad_out, grad_lse, sums, cleared)
     lse_log2, delta, _, suspect = prepare.tensors[MADE]
     line_length = lse_log2.shape[1]
 
@@ -62,14 +65,15 @@ def hopper_backward_calls(
     build = Build(
         *(problem.packed, problem.group // tile.parts, tile.parts, problem.dim_qk, problem.dim_v),
         *(tile.block_m, block_d, block_dv, tile.stages, tile.block_n // KEYS, *tile.registers()),
-        *(alibi_of(problem), problem.alibi == "batch"),
+        *(alibi_of(problem), problem.alibi == "batch", tile.ordered),
     )
     numbers = (
         *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles),
         *(_heads_together(problem, tile), problem.len_q, problem.len_k, build),
     )
     pointers = (dk, dv) if problem.packed and tile.parts == 1 else parts
-    tensors = (*sources, *pointers, suspect, cu_seqlens_q, cu_seqlens_k, operands.slopes)
+    counters = suspect[counts_at:] if tile.ordered else None
+    tensors = (*sources, *pointers, suspect, counters, cu_seqlens_q, cu_seqlens_k, operands.slopes)
     backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k * tile.parts), tensors, numbers, tile)
 
     row_tiles, programs = _row_programs(problem)

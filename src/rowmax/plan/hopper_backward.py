@@ -12,13 +12,14 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 KEYS = 64  # of a consumer
+SLOTS = 2  # turns whose dQ are in shared memory, where they are added up in order
 SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 1024  # bytes, and more than are needed
 LARGEST = 128  # head dimension: dK and dV of 64 keys stay in the registers of a consumer
 _EVEN, _UNEVEN = 0.9, 1.75  # blocks for each SM below which the query heads of a KV head get blocks of their own
 MARK = "backward"  # tells its tiles from those of the forward
 _SPELLING = re.compile(
-    rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?(?: +p([0-9]{{1,4}}))?"
+    rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?(?: +p([0-9]{{1,4}}))?( +ordered)?"
 )
 
 
@@ -30,10 +31,12 @@ class HopperBackwardTile(Tile):
         stages: Q and dO tiles in flight.
         group_mb: heads are computed in groups whose Q, dO and dQ take this much of the L2 cache; 0: one after another.
         parts: into which the query heads of a KV head are divided, each with blocks of its own; dK and dV are added up in fp32.
+        ordered: key tiles add their shares of dQ one behind the other, so that the sum is bitwise repeatable.
     """
 
     group_mb: int = 0
     parts: int = 1
+    ordered: bool = False
 
     def registers(self) -> tuple[int, int]:
         """Of a thread of a consumer and of the producer, whose warp counts as four; together at most 65,536 in a block."""
@@ -41,7 +44,7 @@ class HopperBackwardTile(Tile):
 
     def __str__(self) -> str:
         words = [f"{self.block_m}x{self.block_n}", f"s{self.stages}", MARK, *[f"g{self.group_mb}"] * (self.group_mb > 0)]
-        return " ".join([*words, *[f"p{self.parts}"] * (self.parts > 1)])
+        return " ".join([*words, *[f"p{self.parts}"] * (self.parts > 1), *["ordered"] * self.ordered])
 
     @classmethod
     def parse(cls, text: str) -> "HopperBackwardTile":
@@ -49,8 +52,9 @@ class HopperBackwardTile(Tile):
         match = _SPELLING.fullmatch(text.strip())
         if match is None:
             raise ProblemError(f"'{text}' is no tile of the Hopper backward; an example: '64x128 s2 backward g16'")
-        block_m, block_n, stages, group_mb, parts = match.groups()
-        return cls(int(block_m), int(block_n), 4, int(stages or 2), group_mb=int(group_mb or 0), parts=int(parts or 1))
+        block_m, block_n, stages, group_mb, parts = (int(number or 0) for number in match.groups()[:5])
+        ordered = match[6] is not None
+        return cls(block_m, block_n, 4, stages or 2, group_mb=group_mb, parts=parts or 1, ordered=ordered)
 
 
 # Largest padded head dimension -> the tile, and TFLOP/s at 16k tokens, full / causal (benchmarks/results/h200-2026-11-30.json).
@@ -74,7 +78,7 @@ def shared_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
     """Shared memory of a block, but for the barriers' few hundred bytes, which `BARRIERS` covers."""
     block_d, block_dv = padded_dims(problem)
     rows = tile.stages * tile.block_m
-    sums = tile.block_n // KEYS * 64 * 64 * 4
+    sums = tile.block_n // KEYS * 64 * 64 * 4 * (SLOTS if tile.ordered else 1)
     shares = 2 * tile.block_n * tile.block_m * 2
     return 2 * (rows + tile.block_n) * (block_d + block_dv) + 8 * rows + sums + shares + BARRIERS
 
@@ -89,6 +93,8 @@ def misfit(problem: Problem, tile: HopperBackwardTile) -> Optional[str]:
         return "stages are 2 to 8, groups at most 1024 MB"
     if tile.parts < 1 or problem.group % tile.parts:
         return f"a group of {problem.group} query heads does not divide into {tile.parts} parts"
+    if problem.deterministic and not tile.ordered:
+        return "adds up dQ in no fixed order, and the call is deterministic: a tile for it ends with 'ordered'"
     needs = shared_bytes(problem, tile)
     return f"needs {needs:,} bytes of shared memory; a block may take {SHARED_BYTES:,}" if needs > SHARED_BYTES else None
 
@@ -97,7 +103,7 @@ def grid(problem: Problem) -> list[HopperBackwardTile]:
     """Every tile that fits."""
     block_m = 8192 // padded_dims(problem)[0]
     made = (
-        HopperBackwardTile(block_m, 2 * KEYS, 4, stages, group_mb=group_mb)
+        HopperBackwardTile(block_m, 2 * KEYS, 4, stages, group_mb=group_mb, ordered=problem.deterministic)
         for stages, group_mb in product((2, 3), (0, 4, 8, 16, 32))
     )
     return [tile for tile in made if not misfit(problem, tile)]

@@ -56,6 +56,7 @@ from rowmax.kernels.gluon.backward_walk import (
     place_of,
     ranges_of,
 )
+from rowmax.kernels.gluon.dq_order import SIDE, SLOTS, _adder, draw_number, lay_down, open_slots_of_sums
 from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
     column_layout,
@@ -84,7 +85,6 @@ from rowmax.kernels.gluon.ring import (
 from rowmax.kernels.gluon.scores import slopes_of_keys
 from rowmax.kernels.tile_ops import end_query, first_query
 
-SIDE = gl.constexpr(64)  # rows and columns of dQ that are added at once
 SHARES = gl.constexpr(2)  # turns whose dS are in shared memory
 
 
@@ -100,6 +100,7 @@ class Build:
         STAGES: Q and dO tiles in flight.
         CONSUMERS: of 64 keys each.
         ALIBI, PER_SEQUENCE: as in the forward.
+        ORDERED: dQ is added up in a fixed order: `dq_order.py`.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
 
@@ -117,6 +118,7 @@ class Build:
     PRODUCER_REGISTERS: int
     ALIBI: str
     PER_SEQUENCE: bool
+    ORDERED: bool
 
     def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
         for name, value in vars(self).copy().items():
@@ -131,7 +133,7 @@ def _producer(first_line, ranges, notes, sources, buffers, rings, BUILD: gl.cons
     """Fetches K and V, and for every turn Q and dO with two numbers for each row."""
     q_source, do_source, k_source, v_source, lse_source, delta_source, _dq, _dk, _dv = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _dq, _shares = buffers
-    q_ring, do_ring, k_ring, v_ring, _share_ring = rings
+    q_ring, do_ring, k_ring, v_ring, _share_ring, _sum_ring = rings
     turns, _row, _full, _full_end = ranges
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
@@ -233,7 +235,7 @@ def _consumer(
     """dK and dV of 64 keys."""
     _q, _do, _k, _v, _lse, _delta, dq_source, dk_source, dv_source = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares = buffers
-    q_ring, do_ring, k_ring, v_ring, share_ring = rings
+    q_ring, do_ring, k_ring, v_ring, share_ring, sum_ring = rings
     turns, first_row, full, full_end = ranges
     dtype: gl.constexpr = q_buffers.dtype
     COLUMN: gl.constexpr = column_layout(score_layout(BUILD.BLOCK_M))
@@ -281,15 +283,22 @@ def _consumer(
         release(q_ring, turn, BUILD.STAGES)
         s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)
         dq = warpgroup_mma_wait(1, deps=[dq])
-        last_row, last_line = _place_before(turn, line, ranges, BUILD)
-        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+        if BUILD.ORDERED:
+            lay_down(dq, dq_buffers, sum_ring, turn, CONSUMER, BUILD)
+        else:
+            last_row, last_line = _place_before(turn, line, ranges, BUILD)
+            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
         give(share_ring, turn, SHARES)
         s = warpgroup_mma_wait(0, deps=[s])
     if turns > 0:
         wait_full(share_ring, turns - 1, SHARES)
         dq = warpgroup_mma_wait(0, deps=[_query_gradient(shares, k_buffers, turns - 1, CONSUMER, BUILD)])
-        last_row, last_line = _place_before(turns, line, ranges, BUILD)
-        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+        if BUILD.ORDERED:
+            lay_down(dq, dq_buffers, sum_ring, turns, CONSUMER, BUILD)
+            give(share_ring, turns, SHARES)
+        else:
+            last_row, last_line = _place_before(turns, line, ranges, BUILD)
+            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
     meet(BUILD.CONSUMERS)  # nobody reads K any more: dK goes where it was
     dk_ptr, dv_ptr, suspect_ptr, heads = out
     head = _note(notes, HEAD)
@@ -360,6 +369,7 @@ def backward_kernel(
     dk_source, dv_source,  # as k and v
     dk_ptr, dv_ptr,  # packed: [T, H, D]; with PARTS: fp32 [B * H * PARTS, T, D], H outside T; None: dense
     suspect_ptr,  # int32, one for every 64 keys, numbered as by `address.locate`, all 0: becomes 1 where a key is suspect
+    counts_ptr,  # int32, all 0: blocks that run, then for each line a counter for each query tile; None: dQ in no order
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     scale_log2, band, batch, heads, tiles, members, len_q, len_k,
@@ -374,7 +384,8 @@ def backward_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, KEYS, 1, BUILD.BLOCK_DV], v_source.layout)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
     delta_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.CONSUMERS, 1, SIDE, SIDE], sum_layout())
+    SUMS: gl.constexpr = BUILD.CONSUMERS * (SLOTS if BUILD.ORDERED else 1)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [SUMS, 1, SIDE, SIDE], sum_layout())
     shares = gl.allocate_shared_memory(dtype, [SHARES * BUILD.CONSUMERS, KEYS, BLOCK_M], share_layout(BLOCK_M, dtype))
     q_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
     do_full, _ = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
@@ -383,6 +394,11 @@ def backward_kernel(
     k_ring = open_ring(BUILD.CONSUMERS, 1)
     v_ring = open_ring(BUILD.CONSUMERS, 1)
     share_ring = open_shares(SHARES, BUILD.CONSUMERS, 1)
+    sum_ring = share_ring
+    number = gl.program_id(0)
+    if BUILD.ORDERED:
+        sum_ring = open_slots_of_sums()
+        number = draw_number(counts_ptr)
     # None inside a tuple does not reach the warps: what is not used is some pointer instead.
     if not BUILD.PACKED and BUILD.PARTS == 1:
         dk_ptr = suspect_ptr
@@ -393,7 +409,7 @@ def backward_kernel(
     fence_async_shared()
     heads *= BUILD.PARTS
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
-    col, head, b, sequence, begin_k, own_k, begin_q, own_q = locate(gl.program_id(0), work, BUILD)
+    col, head, b, sequence, begin_k, own_k, begin_q, own_q = locate(number, work, BUILD)
     line = (b * heads + head) * BUILD.GROUP
     if BUILD.PACKED:
         flag = head // BUILD.PARTS * (len_k // KEYS + batch) + begin_k // KEYS + sequence + col // KEYS
@@ -425,10 +441,25 @@ def backward_kernel(
     out = (dk_ptr, dv_ptr, suspect_ptr, heads)
     sources = (q_source, do_source, k_source, v_source, lse_source, delta_source, dq_source, dk_source, dv_source)
     buffers = (q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares)
-    rings = (q_ring, do_ring, k_ring, v_ring, share_ring)
+    rings = (q_ring, do_ring, k_ring, v_ring, share_ring, sum_ring)
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
-    gl.warp_specialize([
-        (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
-        (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
-        (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
-    ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
+    if BUILD.ORDERED:
+        if BUILD.PACKED:
+            order = (counts_ptr + 1, begin_q // BLOCK_M + sequence, len_q // BLOCK_M + batch, cu_seqlens_k, batch, len_k)
+        else:
+            order = (counts_ptr + 1, 0, gl.cdiv(len_q, BLOCK_M), counts_ptr, 0, 0)
+        sums = (share_ring, sum_ring)
+        FEW: gl.constexpr = BUILD.PRODUCER_REGISTERS
+        gl.warp_specialize([
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
+            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+            (_adder, (line, ranges, notes, band, order, dq_source, dq_buffers, sums, 0, BUILD)),
+            (_adder, (line, ranges, notes, band, order, dq_source, dq_buffers, sums, 1, BUILD)),
+        ], [4, 1, 1, 1], [BUILD.REGISTERS, FEW, FEW, FEW])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
+            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+        ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -30,6 +30,43 @@ tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 
 @_core.builtin
+def wait_count(pointer, least, _semantic=None, _generator=None):
+    """Waits until the integer at `pointer` is `least` or more: then TMA finds what was in memory before it became so."""
+    code = [
+        "{ .reg .pred behind;",
+        "AGAIN_${:uid}:",
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "setp.lt.s32 behind, $0, $2;",
+        "@behind bra AGAIN_${:uid};",
+        "fence.proxy.async.global; }",
+    ]
+    options = {"dtype": gl.int32, "is_pure": False, "pack": 1, "_semantic": _semantic}
+    gl.inline_asm_elementwise("\n".join(code), "=&r,l,r", [pointer, least], **options)
+
+
+@_core.builtin
+def wait_sums(_semantic=None, _generator=None):
+    """Of a warp: waits until all that its TMA has stored or added is in memory, where others find it; not only read."""
+    options = {"dtype": gl.int32, "is_pure": False, "pack": 1, "_semantic": _semantic}
+    code = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r", [], **options)
+
+
+@_core.builtin
+def count_up(pointer, _semantic=None, _generator=None):
+    """Of a warp: 1 more at `pointer`, behind what it has seen in memory."""
+    code = [
+        "{ .reg .pred first; .reg .b32 lane;",
+        "mov.u32 lane, %laneid;",
+        "setp.eq.u32 first, lane, 0;",
+        "@first red.release.gpu.global.add.s32 [$1], 1;",
+        "mov.u32 $0, 0; }",
+    ]
+    options = {"dtype": gl.int32, "is_pure": False, "pack": 1, "_semantic": _semantic}
+    gl.inline_asm_elementwise("\n".join(code), "=r,l", [pointer], **options)
+
+
+@_core.builtin
 def named_barrier(op, number, threads, _semantic=None, _generator=None):
     """`bar.sync` or `bar.arrive` on a barrier of the hardware. Triton takes numbers from 0 up for itself: use 8 and more."""
     op, number, threads = (_core._unwrap_if_constexpr(x) for x in (op, number, threads))
