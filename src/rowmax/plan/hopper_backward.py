@@ -14,7 +14,7 @@ from rowmax.problem import Problem
 KEYS = 64  # of a consumer
 SLOTS = 2  # turns whose dQ are in shared memory, where they are added up in order
 SHARED_BYTES = 232_448  # that a block may take
-BARRIERS = 1024  # bytes, and more than are needed
+BARRIERS = 896  # bytes, of these and of a few numbers, and more than are needed
 LARGEST = 128  # head dimension: dK and dV of 64 keys stay in the registers of a consumer
 _EVEN, _UNEVEN = 0.9, 1.75  # blocks for each SM below which the query heads of a KV head get blocks of their own
 MARK = "backward"  # tells its tiles from those of the forward
@@ -75,12 +75,13 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 
 
 def shared_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
-    """Shared memory of a block, but for the barriers' few hundred bytes, which `BARRIERS` covers."""
+    """Shared memory of a block, of which barriers and a few numbers take what `BARRIERS` covers."""
     block_d, block_dv = padded_dims(problem)
+    slopes = 4 * (problem.group // tile.parts) if problem.alibi else 0
     rows = tile.stages * tile.block_m
     sums = tile.block_n // KEYS * 64 * 64 * 4 * (SLOTS if tile.ordered else 1)
     shares = 2 * tile.block_n * tile.block_m * 2
-    return 2 * (rows + tile.block_n) * (block_d + block_dv) + 8 * rows + sums + shares + BARRIERS
+    return 2 * (rows + tile.block_n) * (block_d + block_dv) + 8 * rows + sums + shares + slopes + BARRIERS
 
 
 def misfit(problem: Problem, tile: HopperBackwardTile) -> Optional[str]:
