@@ -33,7 +33,7 @@ from rowmax.problem import Operands, Problem
 
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
 # Modules that belong to a kernel's.
-PARTS = {"forward": ("build", "given", "producer"), "backward": ("backward_walk", "dq_order")}
+PARTS = {"forward": ("build", "given", "producer"), "backward": ("backward_walk", "backward_scores", "dq_order")}
 
 
 class Wrong(Exception):

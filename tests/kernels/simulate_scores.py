@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from rowmax.kernels.gluon import given, names, scores
+from rowmax.kernels.gluon import backward_names, given, names, scores
 
 
 def _of_warps(x):
@@ -30,7 +30,32 @@ def _towards_zero(x, factor, number):
     return torch.where(wide.isinf() | wide.isnan(), wide, wide.clamp(-most, most)).float()
 
 
+def _capped_weights(z, lse, unit, far, dtype, count):
+    square = z * z
+    near = z + z * square * _odd_part(square)
+    p = torch.exp2(torch.where(far != 0, torch.tanh(z), near) * unit - lse)
+    p = torch.where(z == backward_names.HIDDEN, torch.where(far != 0, torch.tensor(0.0), p), p)
+    away = torch.exp(-2 * z.abs())
+    gain = torch.where(far != 0, 4 * away / (1 + away) ** 2, (1 - near * near).clamp(0, 1))
+    return p.to(dtype), p * gain
+
+
+def _odd_part(square):
+    first, *others = reversed(names.TANH)
+    found = torch.full_like(square, first)
+    for coefficient in others:
+        found = found * square + coefficient
+    return found
+
+
+def _add_bias(x, bias):
+    return torch.minimum(_towards_zero(x, bias, backward_names.LOG2E), torch.tensor(backward_names.MOST))
+
+
 NAMES = {
+    "LOWEST": backward_names.HIDDEN,
+    "capped_weights": _capped_weights,
+    "add_bias": _add_bias,
     **{name: getattr(scores, name).value for name in ("BOUND", "LEAST", "C1", "C2", "C3", "C4")},
     **{name: getattr(given, name).value for name in ("LOG2E", "LARGEST")},
     "any_above": lambda x, bound: (_of_warps(x) > bound).float(),
@@ -54,6 +79,10 @@ _OPERATIONS = {
     "sub": lambda a, b: a - b,
     "fma.rz": lambda a, b, c: _chopped(np.float64(a) * np.float64(b) + np.float64(c)),
     "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
+    "fma.rn.sat.f32": lambda a, b, c: np.float32(np.nan_to_num(np.clip(np.float64(a) * np.float64(b) + np.float64(c), 0, 1))),
+    "min.NaN.f32": np.minimum,
+    "neg": lambda a: -a,
+    "cvt": lambda second, first: (first, second),  # two of 16 bits in a register, not rounded here
     "ex2": np.exp2,
     "rcp": lambda a: np.float32(1) / a,
     "copysign": lambda sign, size: np.copysign(size, sign),
@@ -67,39 +96,43 @@ _OPERATIONS = {
 }
 
 
-def ptx(name: str, *arguments, **options) -> list[np.ndarray]:
-    """What a function of `names.py` writes, run on `pack` elements for each argument (a number stands for as many)."""
+def ptx(name: str, *arguments, source=names, **options) -> np.ndarray:
+    """What a function of `names.py` writes, run on `pack` elements for each argument (a number stands for as many).
+
+    `source`: another module with such functions. Of two results, the first one in halves of registers: both.
+    """
     written: dict = {}
 
     def asm(code, constraints, args, dtype, is_pure, pack, _semantic):
         written.update(code=code, constraints=constraints.split(","), pack=pack)
 
-    whole = names.gl
-    names.gl = SimpleNamespace(inline_asm_elementwise=asm, float32=None)
+    whole = source.gl
+    source.gl = SimpleNamespace(inline_asm_elementwise=asm, float32=None, bfloat16=None)
     try:
-        getattr(names, name).__wrapped__(*arguments, **options, _semantic=object())
+        getattr(source, name).__wrapped__(*arguments, **options, _semantic=object())
     finally:
-        names.gl = whole
-    pack = written["pack"]
+        source.gl = whole
+    pack, outputs = written["pack"], sum(constraint[0] == "=" for constraint in written["constraints"])
     tensors = [a for a in arguments if isinstance(a, np.ndarray)]
-    given = [np.broadcast_to(np.float32(a), (pack,)) for a in arguments[: _inputs(written["constraints"], pack)]]
+    count = (len(written["constraints"]) - outputs) // pack
+    given = [np.broadcast_to(np.float32(a), (pack,)) for a in arguments[:count]]
     assert tensors
-    registers = {f"${pack + i}": value for i, value in enumerate(np.concatenate(given))}
-    for i, constraint in enumerate(written["constraints"][pack:]):
+    registers = {f"${outputs + i}": value for i, value in enumerate(np.concatenate(given))}
+    for i, constraint in enumerate(written["constraints"][outputs:]):
         if constraint.isdigit():  # an input that lies where an output will
-            registers[f"${constraint}"] = registers[f"${pack + i}"]
+            registers[f"${constraint}"] = registers[f"${outputs + i}"]
     _run(written["code"], registers)
-    return np.array([registers[f"${i}"] for i in range(pack)], np.float32)
+    found = np.array([registers[f"${i}"] for i in range(outputs - pack, outputs)], np.float32)
+    if outputs == pack:
+        return found
+    halves = [number for i in range(outputs - pack) for number in registers[f"${i}"]]
+    return np.stack([np.array(halves, np.float32), found])
 
 
 def _chopped(x):
     """fp64 to fp32, towards zero."""
     near = np.float32(x)
     return np.nextafter(near, np.float32(0)) if abs(np.float64(near)) > abs(x) else near
-
-
-def _inputs(constraints, pack: int) -> int:
-    return (len(constraints) - pack) // pack
 
 
 def _run(code: str, registers: dict) -> None:
@@ -111,7 +144,7 @@ def _run(code: str, registers: dict) -> None:
             target = None
         if target or not line or line.startswith(".reg") or line.endswith(":"):
             continue
-        match = re.fullmatch(r"(?:@(!?)(\w+) )?([a-z0-9.]+) (.*)", line)
+        match = re.fullmatch(r"(?:@(!?)(\w+) )?([A-Za-z0-9.]+) (.*)", line)
         assert match is not None, line
         if match[2] and bool(registers[match[2]]) == bool(match[1]):
             continue

@@ -4,10 +4,11 @@ from typing import Any, Optional
 
 import torch
 
-from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor, alibi_of
-from rowmax.kernels.launch import Call, _bounded, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, TMA_BYTES, _descriptor, alibi_of, given_descriptor, given_of
+from rowmax.kernels.launch import Call, _bounded, _cap, _given, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
-from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, misfit, padded_dims
+from rowmax.plan.hopper import given_bytes
+from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, given_stages, misfit, padded_dims
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -65,22 +66,26 @@ def hopper_backward_calls(
     build = Build(
         *(problem.packed, problem.group // tile.parts, tile.parts, problem.dim_qk, problem.dim_v),
         *(tile.block_m, block_d, block_dv, tile.stages, tile.block_n // KEYS, *tile.registers()),
-        *(alibi_of(problem), problem.alibi == "batch", tile.ordered),
+        *(alibi_of(problem), problem.alibi == "batch", tile.ordered, problem.softcap > 0),
+        *_given_build(problem, operands, tile),
     )
     numbers = (
-        *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles),
+        *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, problem.heads_k, tiles),
         *(_heads_together(problem, tile), problem.len_q, problem.len_k, build),
     )
     pointers = (dk, dv) if problem.packed and tile.parts == 1 else parts
     counters = suspect[counts_at:] if tile.ordered else None
     tensors = (*sources, *pointers, suspect, counters, cu_seqlens_q, cu_seqlens_k, operands.slopes)
+    tensors = (*tensors, given_descriptor(problem, operands, tile.block_m, KEYS))
     backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k * tile.parts), tensors, numbers, tile)
 
     row_tiles, programs = _row_programs(problem)
     flags_each = GUARDED_FLAGS if tile.parts == 1 else 1
     tensors = (q, k, v, grad_out, sums, *parts, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
-    tensors = (*tensors, operands.slopes)
+    pairs = _given(problem, operands)
+    tensors = (*tensors, operands.slopes, *pairs[:2])
     numbers = (
+        *(*pairs[3:5], _cap(problem)),
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
         *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, row_tiles, key_tiles, programs, flags),
         *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),
@@ -89,6 +94,13 @@ def hopper_backward_calls(
     )
     finish = Call(finish_kernel, programs + -(-flags // flags_each), tensors, numbers, Tile(ROWS, 1, 4, 1))
     return prepare, backward, finish
+
+
+def _given_build(problem: Problem, operands: Operands, tile: HopperBackwardTile) -> tuple:
+    """For a `Build`: what is given for pairs, and its tiles."""
+    name, rows, own_b, own_h = given_of(problem, operands, tile.block_m)
+    apart = max(TMA_BYTES // (rows * KEYS * given_bytes(problem)), 1)
+    return name, rows, own_b, own_h, given_stages(problem, tile), apart
 
 
 def _row_programs(problem: Problem) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
     banded, skips = _hidden(problem, tile, problem.packed and cu_seqlens_q is cu_seqlens_k)
     prescale, cap = _scored(problem)
-    kind, rows, own_b, own_h = _given_build(problem, operands)
+    kind, rows, own_b, own_h = given_of(problem, operands)
     apart = max(TMA_BYTES // (rows * tile.block_n * given_bytes(problem)), 1)
     build = Build(
         *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv, block_o),
@@ -146,7 +146,7 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     )
     scores, pairs = (operands.slopes, operands.sink), _given(problem, operands)
     tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k, order)
-    tensors = (*tensors, *scores, _given_descriptor(problem, operands, tile))
+    tensors = (*tensors, *scores, given_descriptor(problem, operands, CONSUMER_ROWS, tile.block_n))
     forward = Call(hopper_kernel, min(sms, total), tensors, numbers, tile)
 
     numbers = (
@@ -215,21 +215,21 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(tensor, shape, strides, [1, rows, 1, columns], layout)
 
 
-def _given_build(problem: Problem, operands: Operands) -> tuple[str, int, int, int]:
-    """For a `Build`: bias or mask, and what has its own. A dimension of stride 0 is taken as one of size 1."""
+def given_of(problem: Problem, operands: Operands, rows: int = CONSUMER_ROWS) -> tuple[str, int, int, int]:
+    """For a `Build`: bias or mask, rows of a tile, and what has its own. A dimension of stride 0 is taken as one of size 1."""
     if not problem.pairs:
         return "", 1, 0, 0
     name, tensor = ("bias", operands.bias) if problem.bias else ("mask", operands.mask)
     own_b, own_h, own_q, _ = _own(tensor)
-    return name, CONSUMER_ROWS if own_q else 1, int(own_b), int(own_h)
+    return name, rows if own_q else 1, int(own_b), int(own_h)
 
 
 def _own(tensor) -> list[bool]:
     return [size > 1 and stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
-def _given_descriptor(problem: Problem, operands: Operands, tile: HopperTile) -> Any:
-    """TMA's view of a bias or of a mask `[B|1, H|1, Q|1, K]`: boxes of a consumer's rows, or of one where queries share it."""
+def given_descriptor(problem: Problem, operands: Operands, rows: int, columns: int) -> Any:
+    """TMA's view of a bias or of a mask `[B|1, H|1, Q|1, K]`: boxes of so many rows, or of one where queries share it."""
     if not problem.pairs:
         return None
     from triton.experimental.gluon import language as gl
@@ -244,9 +244,9 @@ def _given_descriptor(problem: Problem, operands: Operands, tile: HopperTile) ->
     shape = [size if has else 1 for size, has in zip(tensor.shape, own, strict=True)]
     # Where the size is 1 a stride is not added to anything, but it has to be one that TMA takes.
     strides = [stride if has else ALIGNED for stride, has in zip(tensor.stride(), own, strict=True)]
-    rows = CONSUMER_ROWS if own[2] else 1
-    layout = given_layout(rows, tile.block_n, kinds[tensor.dtype])
-    return TensorDescriptor(tensor, (*shape[:3], tensor.shape[3]), (*strides[:3], 1), [1, 1, rows, tile.block_n], layout)
+    rows = rows if own[2] else 1
+    layout = given_layout(rows, columns, kinds[tensor.dtype])
+    return TensorDescriptor(tensor, (*shape[:3], tensor.shape[3]), (*strides[:3], 1), [1, 1, rows, columns], layout)
 
 
 def _heads_together(problem: Problem, tile: HopperTile) -> int:

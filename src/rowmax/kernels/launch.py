@@ -20,6 +20,7 @@ from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
 from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import HopperTile
+from rowmax.plan.hopper_backward import BIAS_TILE
 from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
@@ -162,8 +163,8 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
                  for t, need, like in zip((dq, dk, dv), needs[:3], (q, k, v), strict=True))  # fmt: skip
         given = torch.zeros_like(out) if grad_out is None else grad_out
         rows = hopper_backward.run(problem, operands, plan.tiles[0], out, lse, given, grad_lse, *whole)
-        if more and needs[3]:
-            more[0] = _scored().sink_gradient(operands.sink, *rows)
+        if more:
+            more = _scored().gradients(problem, operands, needs[3:], BIAS_TILE, given, *rows)
         return dq, dk, dv, *more
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     _launch(device, row_call(problem, out, grad_out, lse, grad_lse, lse_log2, delta))

@@ -73,7 +73,7 @@ def gradients(problem: Problem, operands: Operands, needs, tile: Tile, grad_out,
     if needs[0]:
         found[0] = sink_gradient(operands.sink, lse_log2, delta)
     if len(needs) > 1 and needs[1]:
-        call, sums = bias_call(problem, operands, tile, grad_out, lse_log2, delta)
+        call, sums = bias_call(problem, operands, tile, grad_out, lse_log2.contiguous(), delta.contiguous())
         _launch(delta.device, call)
         found[1] = bias_gradient(operands, sums)
     return found

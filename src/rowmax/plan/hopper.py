@@ -134,7 +134,7 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
     more = [word for word in _MORE if getattr(problem, word, None)]
     if more:
         return f"computes soft-caps, ALiBi, sink logits, a bias or a mask, but no {' and no '.join(more)}"
-    if problem.pairs and (reason := _refuses_pairs(problem, direction)):
+    if problem.pairs and (reason := _refuses_pairs(problem)):
         return reason
     if problem.softcap and not _CAP_FACTORS[0] <= cap_factor(problem)[1] <= _CAP_FACTORS[1]:
         return f"takes soft-caps whose polynomial is in the range of fp32, up to about 1000; {problem.softcap:g} is not"
@@ -149,17 +149,14 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
     if direction != "backward":
         return None
-    if problem.softcap:
-        return "its backward computes no soft-cap, whose derivative needs registers that there are not"
-    if problem.alibi and backward_of(problem) is hopper_wide:
-        return f"its backward computes ALiBi up to {hopper_backward.LARGEST} dimensions only"
+    if (problem.softcap or problem.alibi or problem.pairs) and backward_of(problem) is hopper_wide:
+        what = "soft-caps" if problem.softcap else "ALiBi" if problem.alibi else "biases and masks"
+        return f"its backward computes {what} up to {hopper_backward.LARGEST} dimensions only"
     return backward_of(problem).refuses(problem)
 
 
-def _refuses_pairs(problem: Problem, direction: str) -> Optional[str]:
+def _refuses_pairs(problem: Problem) -> Optional[str]:
     names = [word for word in ("bias", "mask") if getattr(problem, word)]
-    if direction == "backward":
-        return f"its backward computes no {' and no '.join(names)}"
     if len(names) > 1:
         return "takes a bias or a mask, not both"
     (name,) = names

@@ -17,6 +17,7 @@ SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 896  # bytes, of these and of a few numbers, and more than are needed
 LARGEST = 128  # head dimension: dK and dV of 64 keys stay in the registers of a consumer
 _EVEN, _UNEVEN = 0.9, 1.75  # blocks for each SM below which the query heads of a KV head get blocks of their own
+BIAS_TILE = Tile.parse("64x32 w4 s2 tma")  # of a bias's gradient, whose kernel is `kernels/triton/bias.py`
 MARK = "backward"  # tells its tiles from those of the forward
 _SPELLING = re.compile(
     rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?(?: +p([0-9]{{1,4}}))?( +ordered)?"
@@ -74,8 +75,27 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
     return max(block_d, block_dv), block_dv
 
 
+def given_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Of a tile of a bias or of a mask, for both consumers, or 0. TMA writes to multiples of 128 bytes."""
+    if not problem.pairs:
+        return 0
+    letters, _, wide = (problem.bias or problem.mask).partition(",")
+    rows = tile.block_m if "q" in letters else 1
+    return max(rows * tile.block_n * ((4 if wide else 2) if problem.bias else 1), tile.block_n // KEYS * 128)
+
+
+def given_stages(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Tiles of a bias or a mask in flight: two where there is room."""
+    return 2 if _shared_bytes(problem, tile) + 2 * given_bytes(problem, tile) <= SHARED_BYTES else 1
+
+
 def shared_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
     """Shared memory of a block, of which barriers and a few numbers take what `BARRIERS` covers."""
+    return _shared_bytes(problem, tile) + given_stages(problem, tile) * given_bytes(problem, tile)
+
+
+def _shared_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Without what is given for pairs."""
     block_d, block_dv = padded_dims(problem)
     slopes = 4 * (problem.group // tile.parts) if problem.alibi else 0
     rows = tile.stages * tile.block_m
@@ -112,8 +132,15 @@ def grid(problem: Problem) -> list[HopperBackwardTile]:
 
 def refuses(problem: Problem) -> Optional[str]:
     """What `hopper.refuses` does not say already: device, dtype, dims of 16 bytes and Triton are as for the forward."""
+    if problem.softcap and (problem.alibi or problem.pairs):
+        return "its backward computes a soft-cap without ALiBi, biases and masks only"
     if problem.deterministic:
         return "adds up dQ in no fixed order, and the call is deterministic"
+    needs = shared_bytes(problem, HopperBackwardTile.parse(_TABLE[padded_dims(problem)[0]][0]))
+    if needs > SHARED_BYTES:
+        return (
+            f"beside tiles of this bias its backward needs {needs:,} bytes of shared memory; a block may take {SHARED_BYTES:,}"
+        )
     return None
 
 

@@ -21,8 +21,7 @@ Who waits for whom:
   flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each product
   is issued where those of an earlier one have become free.
 
-Slopes are added to the scores (`scores.py`); a sink needs nothing here, as it is in the LSE. A soft-cap's derivative would have
-to be kept for each score from P to dS: 32 registers more, of which there are 3.
+Scores are bent, biased and hidden in `backward_scores.py`; a sink needs nothing here, as it is in the LSE.
 
 What was tried and was slower stands in `docs/lessons/hopper-backward.md`.
 
@@ -37,6 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from rowmax.kernels.address import line_begin
+from rowmax.kernels.gluon.backward_scores import fetch_given, open_given, weights_of
 from rowmax.kernels.gluon.backward_walk import (
     BATCH,
     BEGIN_K,
@@ -57,7 +57,6 @@ from rowmax.kernels.gluon.backward_walk import (
     ranges_of,
 )
 from rowmax.kernels.gluon.dq_order import SIDE, SLOTS, _adder, draw_number, lay_down, open_slots_of_sums
-from rowmax.kernels.gluon.index import along
 from rowmax.kernels.gluon.layouts import (
     column_layout,
     line_layout,
@@ -70,7 +69,7 @@ from rowmax.kernels.gluon.layouts import (
     sum_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import as_bits, as_number, store_wait, tma_add, tma_store
+from rowmax.kernels.gluon.names import as_bits, store_wait, tma_add, tma_store
 from rowmax.kernels.gluon.ring import (
     buffer_of,
     fill,
@@ -82,8 +81,6 @@ from rowmax.kernels.gluon.ring import (
     release,
     wait_full,
 )
-from rowmax.kernels.gluon.scores import slopes_of_keys
-from rowmax.kernels.tile_ops import end_query, first_query
 
 SHARES = gl.constexpr(2)  # turns whose dS are in shared memory
 
@@ -99,7 +96,7 @@ class Build:
         BLOCK_M: queries of a tile.
         STAGES: Q and dO tiles in flight.
         CONSUMERS: of 64 keys each.
-        ALIBI, PER_SEQUENCE: as in the forward.
+        ALIBI, PER_SEQUENCE, CAP: as in the forward; GIVEN and what begins so, too: rows are BLOCK_M or 1.
         ORDERED: dQ is added up in a fixed order: `dq_order.py`.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
@@ -119,6 +116,13 @@ class Build:
     ALIBI: str
     PER_SEQUENCE: bool
     ORDERED: bool
+    CAP: bool
+    GIVEN: str
+    GIVEN_ROWS: int
+    GIVEN_BATCH: int
+    GIVEN_HEAD: int
+    GIVEN_STAGES: int
+    GIVEN_APART: int
 
     def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
         for name, value in vars(self).copy().items():
@@ -129,7 +133,7 @@ class Build:
 
 
 @gluon.jit
-def _producer(first_line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
+def _producer(first_line, ranges, notes, given, sources, buffers, rings, BUILD: gl.constexpr):
     """Fetches K and V, and for every turn Q and dO with two numbers for each row."""
     q_source, do_source, k_source, v_source, lse_source, delta_source, _dq, _dk, _dv = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _dq, _shares = buffers
@@ -155,25 +159,12 @@ def _producer(first_line, ranges, notes, sources, buffers, rings, BUILD: gl.cons
             if turn == 0:
                 for c in gl.static_range(BUILD.CONSUMERS):
                     fill(v_ring, v_parts, b, first_key + c * KEYS, head // BUILD.PARTS, c, BUILD.CONSUMERS, 0, 1, 0)
+            if BUILD.GIVEN != "":
+                fetch_given(given, b, member + line, row, first_key, turn, BUILD)
             fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _hide(p, row, col, len_q, len_k, band):
-    """0 where a query does not see a key. Queries are 8 i + 2 t + e; a thread has every i: constants to compare with."""
-    parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    cols = col + along(p.shape[0], LAYOUT, 0)
-    eights = 8 * along(parts.shape[1], LAYOUT, 1)
-    own = row + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
-    end = gl.minimum(end_query(cols, len_k - len_q, len_q, band), len_q)
-    seen = eights < gl.where(cols < len_k, end, 0) - own
-    if band.right is not None:
-        seen = seen & (eights >= first_query(cols, len_k - len_q, band) - own)
-    return gl.convert_layout(gl.where(seen, parts, 0.0).reshape(p.shape), p.type.layout)
 
 
 @gluon.jit
@@ -230,13 +221,13 @@ def _add(dq, dq_buffer, line, row, dq_source, PART: gl.constexpr, BUILD: gl.cons
 
 @gluon.jit
 def _consumer(
-    line, ranges, notes, band, scale_log2, out, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """dK and dV of 64 keys."""
     _q, _do, _k, _v, _lse, _delta, dq_source, dk_source, dv_source = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares = buffers
     q_ring, do_ring, k_ring, v_ring, share_ring, sum_ring = rings
-    turns, first_row, full, full_end = ranges
+    turns, first_row, _full, _full_end = ranges
     dtype: gl.constexpr = q_buffers.dtype
     COLUMN: gl.constexpr = column_layout(score_layout(BUILD.BLOCK_M))
     dk = gl.zeros([KEYS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
@@ -257,20 +248,9 @@ def _consumer(
         do = do_buffers.index(i).reshape([BUILD.BLOCK_M, BUILD.BLOCK_DV])
         wait_full(do_ring, turn, BUILD.STAGES)
         dp = _scores(v, do, BUILD)
-        lse = lse_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
-        if BUILD.ALIBI == "":
-            p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
-        else:
-            slope = as_number(gl.max(notes.index(NOTES + turn % BUILD.GROUP).load(number_layout(gl.num_warps())), 0))
-            own_row = row - _note(notes, BEGIN_Q)
-            own_col = _note(notes, COL) + CONSUMER * KEYS
-            shift = _note(notes, LEN_K) - _note(notes, LEN_Q)
-            x = slopes_of_keys(s * scale_log2, own_row, own_col, shift, slope, BUILD.ALIBI == "around")
-            p = gl.exp2(x - gl.expand_dims(lse, 0))
-        if (row < full) | (row >= full_end):
-            col = _note(notes, COL) + CONSUMER * KEYS
-            p = _hide(p, row - _note(notes, BEGIN_Q), col, _note(notes, LEN_Q), _note(notes, LEN_K), band)
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), weight_layout(BUILD.BLOCK_DV)), do, dv, is_async=True)
+        lse = lse_buffers.index(i).reshape([BUILD.BLOCK_M])
+        weights, p = weights_of(s, lse, given, row, turn, ranges, notes, band, scale_log2, dtype, CONSUMER, BUILD)
+        dv = warpgroup_mma(gl.convert_layout(weights, weight_layout(BUILD.BLOCK_DV)), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = delta_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
         ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
@@ -372,7 +352,10 @@ def backward_kernel(
     counts_ptr,  # int32, all 0: blocks that run, then for each line a counter for each query tile; None: dQ in no order
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
-    scale_log2, band, batch, heads, tiles, members, len_q, len_k,
+    given_source,  # descriptor of a bias or of a mask in bytes, [B|1, H|1, Q|1, K]; None: there is neither
+    scale_log2,
+    cap,  # as `tile_ops.bend` takes it
+    band, batch, heads, tiles, members, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
     """A key tile. `heads`: of K; below, parts count as heads. `tiles`: of a head. `members`: heads together (`locate`)."""
@@ -406,6 +389,9 @@ def backward_kernel(
     if not BUILD.PACKED:
         cu_seqlens_q = suspect_ptr
         cu_seqlens_k = suspect_ptr
+    given = (q_ring, q_buffers, q_source)
+    if BUILD.GIVEN != "":
+        given = open_given(given_source, BUILD)
     fence_async_shared()
     heads *= BUILD.PARTS
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
@@ -416,7 +402,7 @@ def backward_kernel(
     else:
         flag = (b * heads + head) // BUILD.PARTS * gl.cdiv(len_k, KEYS) + col // KEYS
     ranges = ranges_of(col, begin_q, own_q, own_k, band, BUILD)
-    MEMBERS: gl.constexpr = BUILD.GROUP if BUILD.ALIBI != "" else 0
+    MEMBERS: gl.constexpr = BUILD.GROUP if BUILD.ALIBI != "" else 2 if BUILD.CAP else 0
     notes = gl.allocate_shared_memory(gl.int32, [NOTES + MEMBERS, 1], slot_layout())
     zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
     notes.index(COL).store(zero + col)
@@ -431,9 +417,12 @@ def backward_kernel(
     if BUILD.ALIBI != "":
         if BUILD.PER_SEQUENCE:
             slopes_ptr += (b + sequence).to(gl.int64) * (heads * BUILD.GROUP)
-        for member in gl.static_range(MEMBERS):
+        for member in gl.static_range(BUILD.GROUP):
             slope = gl.load(slopes_ptr + head * BUILD.GROUP + member) * 1.4426950408889634
             notes.index(NOTES + member).store(zero + as_bits(slope))
+    if BUILD.CAP:
+        notes.index(NOTES).store(zero + as_bits(cap[0]))
+        notes.index(NOTES + 1).store(zero + as_bits(cap[1]))
     if BUILD.PACKED:
         notes.index(SHIFT).store(zero + line_begin(begin_q, sequence) - begin_q)
     else:
@@ -451,15 +440,15 @@ def backward_kernel(
         sums = (share_ring, sum_ring)
         FEW: gl.constexpr = BUILD.PRODUCER_REGISTERS
         gl.warp_specialize([
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
-            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 1, BUILD)),
+            (_producer, (line, ranges, notes, given, sources, buffers, rings, BUILD)),
             (_adder, (line, ranges, notes, band, order, dq_source, dq_buffers, sums, 0, BUILD)),
             (_adder, (line, ranges, notes, band, order, dq_source, dq_buffers, sums, 1, BUILD)),
         ], [4, 1, 1, 1], [BUILD.REGISTERS, FEW, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
-            (_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
-            (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 1, BUILD)),
+            (_producer, (line, ranges, notes, given, sources, buffers, rings, BUILD)),
         ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from rowmax.kernels.address import find_sequence, head_base, line_begin, load_tile, locate, slopes_base, store_tile
 from rowmax.kernels.tile_ops import GUARD, any_of
 from rowmax.kernels.triton.backward import LOG2E, _store_guarded_dq, _walk_queries
+from rowmax.kernels.triton.given import pair_base
 
 
 @triton.jit
@@ -53,9 +54,9 @@ def prepare_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + given, mask=rows < own_q, other=0.0)
     lse_log2 = tl.load(lse_ptr + given, mask=rows < own_q, other=0.0) * LOG2E
+    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)  # a row that sees nothing has no weights
     # Where a unit in the last place is 1/8 and more, rounding could lift a weight over 1, up to infinity: round up instead.
     lse_log2 = tl.where(tl.abs(lse_log2) > 1048576.0, lse_log2 + tl.abs(lse_log2) * 4.76837158203125e-07, lse_log2)
-    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)  # a row that sees nothing has no weights
     made = line * line_length + _place(pid, begin, cu_seqlens_q, batch, tiles, BLOCK_M) + rows
     tl.store(delta_ptr + made, delta, mask=rows < own_q)
     tl.store(lse_log2_ptr + made, lse_log2, mask=rows < own_q)
@@ -69,6 +70,9 @@ def finish_kernel(
     lse_ptr, delta_ptr, suspect_ptr,  # of `prepare_kernel` and `backward_kernel`
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
+    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    bias_strides, mask_strides,  # (batch, head, query, key)
+    cap,  # as `tile_ops.bend` takes it
     q_strides, k_strides, v_strides, do_strides, dq_strides, dk_strides, dv_strides,  # (batch, row, head)
     scale, band, batch, heads, tiles, key_tiles, programs, flags, len_q, len_k, line_length,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -96,8 +100,10 @@ def finish_kernel(
                     head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(do_ptr, do_strides, b, begin_q, head),
                     dq_base, lse_ptr + own, delta_ptr + own, q_strides[1], k_strides[1], v_strides[1], do_strides[1],
                     dq_strides[1], row, tl.minimum(row + ROWS, own_q) - 1, own_q, own_k, own_k - own_q, band, scale,
-                    None, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
-                    None, None, None, None, None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
+                    None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
+                    None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
+                    None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
     else:
         first = (pid - programs) * FLAGS
@@ -117,6 +123,7 @@ def finish_kernel(
                         slopes_ptr, PER_SEQUENCE,
                         q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads,
                         key_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, KEYS,
+                        bias_ptr, mask_ptr, bias_strides, mask_strides, cap,
                     )  # fmt: skip
 
 
@@ -156,7 +163,7 @@ def _store_guarded_keys(
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads, key_tiles, len_q, len_k,
     line_length,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, bias_ptr=None, mask_ptr=None, bias_strides=None, mask_strides=None, cap=None,
 ):  # fmt: skip
     """dK and dV of the keys of one mark, with `guarded_dot`."""
     col, kv_head, b, begin_k, own_k, begin_q, own_q = _keys_of(
@@ -185,7 +192,9 @@ def _store_guarded_keys(
             load_tile(v_base, piece, v_strides[1], own_k, DIM_V, GUARD, BLOCK_DV, True),
             q_base, do_base, lse_ptr + own, delta_ptr + own, q_strides, do_strides, (zero, zero, zero, own_q), piece,
             line_length, own_q, own_k, own_k - own_q, band, scale * LOG2E,
-            None, slopes, None, None, None, None, None, None, GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV,
+            cap, slopes, None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head), bias_strides,
+            None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head), mask_strides, None, None,
+            GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV,
             True, True, True, True, 1,
         )  # fmt: skip
         dk_base = head_base(dk_ptr, dk_strides, b, begin_k, kv_head)

@@ -14,7 +14,7 @@ KEYS = gl.constexpr(64)  # of a consumer
 NOWHERE = gl.constexpr(0x40000000)  # a row past the end of every tensor
 # What is not needed in every turn: in shared memory instead of registers.
 COL, HEAD, BATCH, FLAG, BEGIN_K, LEN_K, BEGIN_Q, LEN_Q, SHIFT, TOTAL_K = map(gl.constexpr, range(10))
-NOTES = gl.constexpr(10)  # behind them, slopes of a group, in units of log2
+NOTES = gl.constexpr(10)  # behind them, slopes of a group in units of log2, or a soft-cap
 
 
 @gluon.jit
