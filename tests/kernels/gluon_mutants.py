@@ -40,6 +40,7 @@ FREE_K, FREE_V = "        " + FREE_FIRST_K, "                release(v_ring, tur
 FREE_LAST_V = "                release(v_ring, v_turn, BUILD.STAGES)\n"
 FIRST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 LOOP, ELSE = "turn, turn - 1, buffers, rings, CONSUMER, BUILD)\n", "            else:\n"
+LOOP += "                bits = draw(drop, slots, round, turns - 1 - j, CONSUMER, BUILD)\n"
 WAIT_S = "                s = warpgroup_mma_wait(1, deps=[s])\n"
 BOTH = "                s, acc = warpgroup_mma_wait(0, deps=[s, acc])\n"
 ACC = "                acc = warpgroup_mma_wait(0, deps=[acc])\n"
@@ -54,7 +55,7 @@ SKIP_V = "            wait_full(v_ring, turn + i, BUILD.STAGES)\n", "           
 TO_FILL, TO_PUBLISH = "phase_of(turn, STAGES) ^ 1)\n    if SECOND", "phase_of(turn, STAGES) ^ 1)\n    zero"
 NUMBERS = "turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k"
 EDGES = "(key_tile < first) | (key_tile >= end)"
-AT_NEXT = "old_l = l\n                p, m, l, alpha = _softmax(\n                    s, m, l, slots, round + 1, left,"
+AT_NEXT = "old_l = l\n                p, m, l, alpha = _softmax(\n                    s, bits, m, l, slots, round + 1, left,"
 VISIBLE = "seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own"
 FLAG = "flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS"
 FLAG_PACKED = "flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS"
@@ -347,7 +348,7 @@ MUTANTS = {
     "maxima of this tile go on": (only(CLOSE, "                m = old_m\n" + CLOSE), CAUSAL, STATIC),
     "sums of this tile go on": (only(CLOSE, "                l = old_l\n" + CLOSE), CAUSAL, STATIC),
     "three close the next tile": (
-        only("far = _close(m, l, slots, round,", "far = _close(m, l, slots, round + 1,"),
+        only("far = _close(m, l, drop, slots, round,", "far = _close(m, l, drop, slots, round + 1,"),
         CAUSAL,
         THREE,
     ),

@@ -33,7 +33,7 @@ from rowmax.problem import Operands, Problem
 
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
 # Modules that belong to a kernel's.
-PARTS = {"forward": ("build", "given", "producer"), "backward": ("backward_walk", "backward_scores", "dq_order")}
+PARTS = {"forward": ("build", "dropout", "given", "producer"), "backward": ("backward_walk", "backward_scores", "dq_order")}
 
 
 class Wrong(Exception):
@@ -408,7 +408,7 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         wait=wait,
         arrive=arrive,
     )
-    names = ("score", "out", "weight", "row", "column", "axis", "number", "slot", "given", "pair", "last")
+    names = ("score", "out", "weight", "row", "column", "axis", "number", "slot", "given", "pair", "last", "keep", "kept")
     return {
         "gl": gl,
         "tl": gl,

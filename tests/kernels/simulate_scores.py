@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from rowmax.cpu.dropout import philox
 from rowmax.kernels.gluon import backward_names, given, names, scores
 
 
@@ -28,6 +29,23 @@ def _towards_zero(x, factor, number):
     wide = x.double() + factor.double() * np.float32(number)
     most = torch.finfo(torch.float32).max
     return torch.where(wide.isinf() | wide.isnan(), wide, wide.clamp(-most, most)).float()
+
+
+def _keep_bits(rows, quad, head, sequence, low, high, least, block_n):
+    """By the CPU's generator. rows: `[64, 4]`."""
+    quads = int(quad) + torch.arange(block_n // 4)
+    seed = (int(high) << 32) | (int(low) & 0xFFFFFFFF)
+    words = philox((quads.unsqueeze(0), rows[:, :1].long(), head.long(), sequence.long()), seed)
+    kept = torch.stack(words, -1).view(-1, block_n // 8, 4, 2) >= (int(least) & 0xFFFFFFFF)
+    places = 2 * torch.arange(block_n // 8).view(-1, 1, 1) + torch.arange(2)
+    return (kept.long() << places).sum((1, 3)).to(torch.int32)
+
+
+def _zero_unless(x, bits, count):
+    """`count`: elements of a thread, of two rows of `x.shape[1]` columns."""
+    assert count == x.shape[1] // 2
+    columns = torch.arange(x.shape[1])
+    return torch.where((bits.long() >> (columns // 8 * 2 + columns % 2)) & 1 != 0, x, 0.0)
 
 
 def _capped_weights(z, lse, unit, far, dtype, count):
@@ -66,6 +84,9 @@ NAMES = {
     "add_product": _towards_zero,
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
     "as_number": lambda bits: bits.view(torch.float32),
+    "uniform": lambda x: x,
+    "keep_bits": _keep_bits,
+    "zero_unless": _zero_unless,
 }
 
 

@@ -20,7 +20,7 @@ from rowmax.kernels import scratch
 PROBLEMS = {
     "b1 h8 q512 k512 d128 bf16 causal": "hopper[128x128 s2 q2 pingpong dynamic g8]",
     "b3 h4/2 q300 k300 d128 bf16 packed window(9,inf)": "hopper[128x128 s2 q1 pingpong dynamic g8]",
-    "b2 h4/2 q300 k300 d192/128 bf16 alibi sink": "hopper[128x128 s2 q1 pingpong static]",
+    "b2 h4/2 q300 k300 d192/128 bf16 alibi sink dropout=0.1": "hopper[128x128 s2 q1 pingpong static]",
     "b2 h4/2 q300 k304 d128 bf16 causal bias(hqk)": "hopper[128x128 s2 q1 pingpong dynamic g8]",
     "b2 h4/2 q300 k304 d64 fp16 mask(bk)": "hopper[128x64 s2 q1 static]",
     "b2 h4/2 q30 k30 d64 fp16 causal": "q_outer[64x64 w4 s2]",
@@ -104,7 +104,7 @@ def launched(fake, text: str, plan_text: str, runtime) -> dict:
 
     # What each launch hands over for the last tensors, as the driver sees it.
     memory = torch.zeros(10_000, dtype=torch.int32)
-    tensors = (*given[2][:3], out, lse, *given[2][3 : 5 if problem.plain else 9 if "hopper" in plan_text else None])
+    tensors = (*given[2][:3], out, lse, *given[2][3 : 5 if problem.plain else 10 if "hopper" in plan_text else None])
     if "hopper" in plan_text:
         *before, first, second = hopper_forward.hopper_calls(problem, given[2], chosen.tiles[0], out, lse)
         (again,) = forward._again.values()

@@ -31,6 +31,7 @@ BUILDS = {
         ("d64 bf16 causal", "128x128 s2 q1 pingpong static"),
         ("d64 bf16 packed softcap=30.0 alibi(batch) sink", ""),
         ("d64 bf16 causal bias(hqk)", ""),
+        ("d64 fp16 packed window(256,9) dropout=0.1", ""),
     ],
     "128": [
         *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
@@ -44,6 +45,7 @@ BUILDS = {
             ("d128 bf16 causal bias(hqk)", ""),
             ("d128 fp16 mask(bhqk) sink", ""),
             ("d128 bf16 causal bias(bk,fp32)", ""),
+            ("d128 bf16 causal dropout=0.1", ""),
         ],
         *[("d128 bf16 causal", "128x128 s2 q2 pingpong dynamic g8"), ("d128 fp16 causal", "64x128 s2 q2 lazy static")],
     ],
@@ -98,7 +100,8 @@ def test_machine_code(dim, tmp_path):
             assert loop["scaled"] >= facts["block_dv"] // 2, f"the accumulator is not scaled between the two products: {facts}"
             assert loop["spills"] == 0, f"registers spill in a loop: {facts}"
             unpacked = facts["block_n"] // 4 if re.search(r"bias|mask", facts["problem"]) else 0  # two numbers each
-            assert loop["permutes"] <= unpacked, f"P is packed anew: {facts}"
+            drawn = 4 if "dropout" in facts["problem"] else 0  # of bits
+            assert loop["permutes"] <= unpacked + drawn, f"P is packed anew: {facts}"
             assert loop["waits"] == 2, f"other than S, then P V is awaited: {facts}"
 
 
@@ -197,9 +200,10 @@ def main(*builds: str) -> None:
         slopes = torch.empty((problem.batch, problem.heads_q)[problem.alibi == "head" :]) if problem.alibi else None
         sink = torch.empty(problem.heads_q) if problem.sink else None
         pairs = (_pairs(problem, spelled) for spelled in (problem.bias, problem.mask))
-        calls = hopper_forward.hopper_calls(problem, Operands(q, k, v, cu, cu, slopes, sink, *pairs), tile, out, lse)
+        seed = torch.empty(1, dtype=torch.int64) if problem.dropout else None
+        calls = hopper_forward.hopper_calls(problem, Operands(q, k, v, cu, cu, slopes, sink, *pairs, seed), tile, out, lse)
         for name, call in zip(("forward", "guard"), calls[-2:], strict=True):
-            kind = problem.packed, problem.plain, problem.bias != "", problem.mask != ""
+            kind = problem.packed, problem.plain, problem.bias != "", problem.mask != "", problem.dropout > 0
             if name == "guard" and kind in guards:  # one is as the other
                 continue
             guards |= {kind} if name == "guard" else set()

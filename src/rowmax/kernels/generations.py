@@ -80,10 +80,11 @@ def warp_split_calls(problem: Problem, operands: Operands, tile: WarpTile, out, 
     )
     forward = Call(warp_split_kernel, programs, tensors, numbers, tile)
     numbers = (
-        *(_strides(q), _strides(k), _strides(v), _strides(out), None, None, scale_log2, None, band, problem.batch),
+        *(_strides(q), _strides(k), _strides(v), _strides(out), None, None, None, scale_log2, None, band),
+        problem.batch,
         *(problem.heads_q, tiles, programs, problem.len_q, problem.len_k, problem.group, problem.dim_qk, problem.dim_v),
         *(_padded(problem.dim_qk), _padded(problem.dim_v), tile.block_m, GUARDED, False, False),
     )
-    # No slopes, sink, bias or mask; nor strides of the last two.
-    guard = Call(guard_kernel, -(-programs // GUARDED), (*tensors, *(None,) * 4), numbers, Tile(GUARDED, 1, 4, 1))
+    # No slopes, sink, bias, mask or seed; nor strides and odds of the last three.
+    guard = Call(guard_kernel, -(-programs // GUARDED), (*tensors, *(None,) * 5), numbers, Tile(GUARDED, 1, 4, 1))
     return forward, guard

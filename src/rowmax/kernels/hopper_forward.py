@@ -68,10 +68,10 @@ class Again:
         return run
 
     def _launches(
-        self, memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sink=None, bias=None, mask=None, *_
+        self, memory, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sink=None, bias=None, mask=None, seed=None, *_
     ) -> tuple[list, Optional[torch.Tensor]]:
         """Launchers with their arguments, and memory that lasts until they have run."""
-        slopes, sink, bias, mask = (None if t is None else t.data_ptr() for t in (slopes, sink, bias, mask))
+        slopes, sink, bias, mask, seed = (None if t is None else t.data_ptr() for t in (slopes, sink, bias, mask, seed))
         counter, order, order_address = memory.data_ptr(), None, None
         if self._order:
             order = q.new_empty(2 * cu_seqlens_q.numel() - 1, dtype=torch.int32)
@@ -86,9 +86,9 @@ class Again:
         forward = (
             *(*sources[0][q], *sources[1][k], *sources[2][v], *sources[3][out], *rest, out if self._order else None),
             *(lse, flags, counter if self._dynamic else None, cu_seqlens_q, cu_seqlens_k, order_address),
-            *(slopes, sink, *given, *numbers),
+            *(slopes, sink, *given, seed, *numbers),
         )
-        guard = (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, slopes, sink, bias, mask, *guard_numbers)
+        guard = (q, k, v, out, lse, flags, cu_seqlens_q, cu_seqlens_k, slopes, sink, bias, mask, seed, *guard_numbers)
         launches = [(self._forward, forward), (self._guard, guard)]
         if self._order:
             launches.insert(0, (self._order[0], (cu_seqlens_q, cu_seqlens_k, order_address, *first[0])))
@@ -134,29 +134,30 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
         *(alibi_of(problem), problem.sink, problem.alibi == "batch"),
         kind,
         *(rows, own_b, own_h, given_stages(problem, tile), apart),
+        problem.dropout > 0,
         *(tile.stages, tile.q_stages, tile.consumers),
         *(tile.pingpong, tile.lazy),
         tile.schedule,
         *tile.registers(),
     )
+    scores, pairs = (operands.slopes, operands.sink), _given(problem, operands)
     numbers = (
-        *(problem.scale * LOG2E, cap, _bounded(problem), problem.batch, problem.heads_q, tiles),
+        *(problem.scale * LOG2E, cap, pairs[5], _bounded(problem), problem.batch, problem.heads_q, tiles),
         *(_heads_together(problem, tile), total),
         *(problem.len_q, problem.len_k, build),
     )
-    scores, pairs = (operands.slopes, operands.sink), _given(problem, operands)
     tensors: tuple = (*sources, out if problem.packed else None, lse, suspect, counter, cu_seqlens_q, cu_seqlens_k, order)
-    tensors = (*tensors, *scores, given_descriptor(problem, operands, CONSUMER_ROWS, tile.block_n))
+    tensors = (*tensors, *scores, given_descriptor(problem, operands, CONSUMER_ROWS, tile.block_n), pairs[2])
     forward = Call(hopper_kernel, min(sms, total), tensors, numbers, tile)
 
     numbers = (
-        *(_strides(q), _strides(k), _strides(v), _strides(out), *pairs[3:5]),
+        *(_strides(q), _strides(k), _strides(v), _strides(out), *pairs[3:]),
         *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, flag_tiles, flags, problem.len_q, problem.len_k),
         *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v)),
         *(CONSUMER_ROWS, GUARDED_FLAGS, EARLY, problem.alibi == "batch"),
     )
-    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k, *scores, *pairs[:2])
+    tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k, *scores, *pairs[:3])
     guard = Call(guard_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(GUARDED_FLAGS, 1, 4, 1), EARLY)
     return *first, forward, guard
 

@@ -35,7 +35,6 @@ _SPELLING = re.compile(
 # A word of theirs -> the kind.
 BACKWARD_TILES: dict[str, Any] = {hopper_backward.MARK: HopperBackwardTile, hopper_wide.MARK: HopperWideTile}
 _CAP_FACTORS = 2.0**-11, 2.0**11
-_MORE = ("dropout", "score_mod")  # fields of a problem
 UNALIGNED = "TMA takes rows that start at multiples of 16 bytes, and no broadcast tensors"
 
 
@@ -113,6 +112,8 @@ _TABLE_PAIRS = {
     192: ("128x64 s3 q1 pingpong lazy dynamic g16", "128x64 s2 q1 pingpong lazy dynamic g16"),
     256: ("128x32 s3 q1 pingpong lazy dynamic g32", "128x32 s2 q1 pingpong lazy dynamic g32"),
 }
+# Where weights are dropped: three consumers would have to spill.
+_DROPS_64 = "128x128 s3 q2 pingpong lazy dynamic g16"
 # Up to this many keys, a causal mask leaves too little of a row tile of 192: with 512 keys 253 instead of 215.
 _SHORT, _SHORT_64 = 1024, "128x128 s4 q2 pingpong lazy dynamic g16"
 
@@ -131,9 +132,10 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"runs on a GPU; the tensors are on {device.kind}"
     if device.capability != (9, 0):
         return f"needs compute capability 9.0; {device.name} has {device.capability[0]}.{device.capability[1]}"
-    more = [word for word in _MORE if getattr(problem, word, None)]
-    if more:
-        return f"computes soft-caps, ALiBi, sink logits, a bias or a mask, but no {' and no '.join(more)}"
+    if problem.score_mod:
+        return "computes soft-caps, ALiBi, sink logits, a bias, a mask and dropout, but no score_mod"
+    if problem.dropout and (problem.pairs or direction == "backward"):
+        return "its backward computes no dropout" if direction == "backward" else "computes no dropout beside a bias or a mask"
     if problem.pairs and (reason := _refuses_pairs(problem)):
         return reason
     if problem.softcap and not _CAP_FACTORS[0] <= cap_factor(problem)[1] <= _CAP_FACTORS[1]:
@@ -266,6 +268,8 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
         tile = HopperTile.parse(tiles_of_row[causal] if line else beside["," in problem.bias])
         return (tile,), f"beside a {'bias' if problem.bias else 'mask'}; of these tiles that of d128 was measured"
+    if problem.dropout and size == 64:
+        return (HopperTile.parse(_DROPS_64),), "draws take registers that three consumers do not have; not measured"
     if causal and size == 64 and problem.len_k <= _SHORT and not problem.packed:
         return (HopperTile.parse(_SHORT_64),), "few keys leave too little of a row tile of 192"
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal" if reached else "as for d128, not measured"

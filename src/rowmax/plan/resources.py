@@ -20,6 +20,7 @@ from rowmax.problem import Problem
 KERNELS = {("forward", 1): ("forward",), ("backward", 2): ("dq", "dkdv"), ("backward", 3): ("dq", "dk", "dv")}
 REGISTERS = 255  # of a thread
 ON_CPU = ("aten", "tiled", "gathered")  # a backward has one tile; a second, as the kernels' plans have it, goes unused
+MOST_DRAWN = 128  # keys whose draws a consumer keeps, a bit each in one register for a row
 ADDRESSES = 24  # registers of a consumer for all that is no tile: with less the prototype spilled
 
 
@@ -48,6 +49,8 @@ def misfit(problem: Problem, device: Device, direction: str, algorithm: str, til
             found = warp_split.misfit(problem, device, tile)
         else:
             found = _misfit_of_hopper(tile) if isinstance(tile, HopperTile) else _misfit_of_portable(tile)
+        if not found and problem.dropout and isinstance(tile, HopperTile) and tile.block_n > MOST_DRAWN:
+            found = f"draws for at most {MOST_DRAWN} keys at once where weights are dropped"
         if not found and kernel in BY_NAME and tile.descriptors:
             found = "loads by pointers, never by descriptors"
         if not found and device.kind != "cpu":  # Triton's interpreter has neither registers nor shared memory

@@ -12,6 +12,8 @@ FIELDS = gl.constexpr(12)
 SLOPE = gl.constexpr(12)  # where scores are bent: numbers of the head, in units of scores and of log2
 SINK = gl.constexpr(13)
 BENT_FIELDS = gl.constexpr(14)
+SEQUENCE = gl.constexpr(14)  # where weights are dropped, behind all of these
+DROP_FIELDS = gl.constexpr(15)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Build:
         GIVEN_ROWS: ROWS, or 1 where all queries share them. GIVEN_BATCH, GIVEN_HEAD: 1 where each sequence, each head has its
             own, 0 where they share them. GIVEN_STAGES: tiles of them in flight for each consumer. GIVEN_APART: so many tiles
             from one buffer to the next, as TMA writes to multiples of 128 bytes.
+        DROPS: weights are dropped.
         STAGES, Q_STAGES: K/V tiles and Q tiles in flight.
         LAZY: a maximum that grows by less than 2^8 stays, so that most turns leave the accumulator as it is.
         SCHEDULE: "static", block i takes tiles i, i + blocks, ...; "dynamic", the next one when free.
@@ -59,6 +62,7 @@ class Build:
     GIVEN_HEAD: int
     GIVEN_STAGES: int
     GIVEN_APART: int
+    DROPS: bool
     STAGES: int
     Q_STAGES: int
     CONSUMERS: int

@@ -37,6 +37,7 @@ from rowmax.kernels.gluon.build import (
     BATCH,
     BEGIN_Q,
     BENT_FIELDS,
+    DROP_FIELDS,
     FIELDS,
     FLAG,
     FULL,
@@ -52,8 +53,9 @@ from rowmax.kernels.gluon.build import (
     START,
     TURNS,
 )
+from rowmax.kernels.gluon.dropout import draw, dropped, dropping
 from rowmax.kernels.gluon.given import LARGEST, take_given
-from rowmax.kernels.gluon.index import along
+from rowmax.kernels.gluon.index import hide
 from rowmax.kernels.gluon.layouts import column_layout, out_layout, row_layout, score_layout, weight_layout
 from rowmax.kernels.gluon.names import as_number, opaque, scale_unless_one, store_wait, tma_store
 from rowmax.kernels.gluon.producer import producer
@@ -72,23 +74,8 @@ from rowmax.kernels.gluon.ring import (
 )
 from rowmax.kernels.gluon.scores import add_slopes, cap_scores, capped_tile, with_sink
 from rowmax.kernels.gluon.softmax import capped_step, finish, online_step, thread_sum
-from rowmax.kernels.tile_ops import end_key, first_key
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _mask(s, row, col, len_k, shift, band, hidden):
-    """`hidden` where a key is not visible. A column is 8 i + 2 t + e; a thread has every i: constants to compare with."""
-    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    rows = row + along(s.shape[0], LAYOUT, 0)
-    eights = 8 * along(parts.shape[1], LAYOUT, 1)
-    own = col + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
-    seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own
-    if band.left is not None:
-        seen = seen & (eights >= first_key(rows, shift, band) - own)
-    return gl.convert_layout(gl.where(seen, parts, hidden).reshape(s.shape), s.type.layout)
 
 
 @gluon.jit
@@ -125,7 +112,7 @@ def _place(slots, round, key_tile, work, CONSUMER: gl.constexpr, BUILD: gl.const
 
 @gluon.jit
 def _softmax(
-    s, m, l, slots, round, key_tile, turn, full, work, band, scale_log2, cap, buffers, rings,
+    s, bits, m, l, slots, round, key_tile, turn, full, work, band, scale_log2, cap, buffers, rings,
     FIRST: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """`(p, m, l, alpha)`, p as the first factor of P V. `full`: key tiles from one to below the other need no mask."""
@@ -138,7 +125,7 @@ def _softmax(
             first, end = full
             if (key_tile >= end) | (key_tile < first):
                 own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
-                s = _mask(s, own_row, own_col, own_k, own_k - own_q, band, 0.0)
+                s = hide(s, own_row, own_col, own_k, own_k - own_q, band, 0.0)
         s, top, factors = cap_scores(s, cap, 1.0 if BUILD.PRESCALE else scale_log2, BUILD.BLOCK_N // 2)
         if BUILD.GIVEN == "bias":
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
@@ -153,7 +140,7 @@ def _softmax(
                 len_k = told(slots, round, SLOTS, LEN_K)
             row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
             col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
-            s = _mask(s, row, col, len_k, len_k - len_q, band, float("-inf"))
+            s = hide(s, row, col, len_k, len_k - len_q, band, float("-inf"))
     if BUILD.ALIBI != "":
         if BUILD.CAP and BUILD.GIVEN != "bias":
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
@@ -164,6 +151,7 @@ def _softmax(
         p, m, l, alpha = capped_step(s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, EMPTY, BUILD.LAZY)
     else:
         p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST, EMPTY, BUILD.LAZY)
+    p = dropped(p, bits, BUILD)
     return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
 
@@ -210,7 +198,7 @@ def _products(acc, p, alpha, round, turn, v_turn, buffers, rings, CONSUMER: gl.c
 
 
 @gluon.jit
-def _close(m, l, slots, round, scale_log2, work, out, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
+def _close(m, l, drop, slots, round, scale_log2, work, out, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
     """`(1 / l, far)`, and the LSE stored: all that is left of a tile's rows but O. `far`: rows whose result is suspect."""
     _cu_q, _cu_k, _order, _batch, heads, _tiles, _members, total_q, _total_k = work
     _o_ptr, lse_ptr, _suspect_ptr = out
@@ -232,6 +220,8 @@ def _close(m, l, slots, round, scale_log2, work, out, CONSUMER: gl.constexpr, BU
         inverse = inverse * alpha
     else:
         inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)
+    if BUILD.DROPS:
+        inverse = inverse * drop[3]
     if BUILD.NEED_LSE:
         row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
         line = (told(slots, round, SLOTS, BATCH).to(gl.int64) * heads + told(slots, round, SLOTS, HEAD)) * total_q
@@ -297,7 +287,7 @@ def _store_by_tma(acc, inverse, o_buffer, b, row, head, column, o_source, BUILD:
 
 @gluon.jit
 def _consumer(
-    work, band, out, scale_log2, cap, sources, buffers, rings, slots, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    work, drop, band, out, scale_log2, cap, sources, buffers, rings, slots, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """The rows of one consumer, tile after tile.
 
@@ -311,6 +301,7 @@ def _consumer(
         begin_turns(CONSUMER, BUILD.CONSUMERS)
     round = gl.program_id(0) * 0
     turn = round * 0
+    drop = dropping(drop, BUILD)
     wait_told(slots, round, SLOTS)
     turns = told(slots, round, SLOTS, TURNS)
     if turns > 0:
@@ -323,13 +314,14 @@ def _consumer(
         s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
         if BUILD.PINGPONG:
             give_turn(CONSUMER, BUILD.CONSUMERS)
+        bits = draw(drop, slots, round, turns - 1 - done, CONSUMER, BUILD)
         s = warpgroup_mma_wait(0, deps=[s])
         release(k_ring, turn, BUILD.STAGES)
         m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(score_layout(BUILD.BLOCK_N)))
         full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
         left = turns - 1 - done
         p, m, l, alpha = _softmax(
-            s, m, m, slots, round, left, turn, full, work, band, scale_log2, cap, buffers, rings, True, CONSUMER, BUILD
+            s, bits, m, m, slots, round, left, turn, full, work, band, scale_log2, cap, buffers, rings, True, CONSUMER, BUILD
         )
         turn += 1
         wait_full(k_ring, turn, BUILD.STAGES, left > 0)
@@ -338,13 +330,14 @@ def _consumer(
             full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
             for j in range(1 + done, turns):
                 s, acc = _products(acc, p, alpha, round, turn, turn - 1, buffers, rings, CONSUMER, BUILD)
+                bits = draw(drop, slots, round, turns - 1 - j, CONSUMER, BUILD)
                 s = warpgroup_mma_wait(1, deps=[s])
                 release(k_ring, turn, BUILD.STAGES)
                 if BUILD.Q_STAGES == 1:  # the next Q has no other place: make room as soon as this one was used
                     if j + 1 == turns:
                         release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round, turns - 1 - j, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, bits, m, l, slots, round, turns - 1 - j, turn, full, work, band, scale_log2, cap, buffers, rings,
                     False, CONSUMER, BUILD,
                 )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, j + 1 < turns)
@@ -368,14 +361,15 @@ def _consumer(
             o_buffer = o_buffers.index(CONSUMER)
             full = (told(slots, round + 1, SLOTS, FULL), told(slots, round + 1, SLOTS, FULL_END))
             left = turns - 1 - done
+            bits = draw(drop, slots, round + 1, left, CONSUMER, BUILD)
             if BUILD.CONSUMERS == 3:  # the softmax afterwards: both at once would take too many registers
-                inverse, far = _close(m, l, slots, round, scale_log2, work, out, CONSUMER, BUILD)
+                inverse, far = _close(m, l, drop, slots, round, scale_log2, work, out, CONSUMER, BUILD)
                 s, acc = warpgroup_mma_wait(0, deps=[s, acc])
                 release(k_ring, turn, BUILD.STAGES)
                 release(v_ring, v_turn, BUILD.STAGES)
                 _store(acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER, BUILD)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, bits, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
                     True, CONSUMER, BUILD,
                 )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
@@ -385,10 +379,10 @@ def _consumer(
                 old_m = m
                 old_l = l
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, bits, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
                     True, CONSUMER, BUILD,
                 )  # fmt: skip
-                inverse, far = _close(old_m, old_l, slots, round, scale_log2, work, out, CONSUMER, BUILD)
+                inverse, far = _close(old_m, old_l, drop, slots, round, scale_log2, work, out, CONSUMER, BUILD)
                 wait_full(k_ring, turn + 1, BUILD.STAGES, (left > 0) & (done == 0))
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 release(v_ring, v_turn, BUILD.STAGES)
@@ -413,10 +407,11 @@ def forward_kernel(
     order_ptr,  # int32 [2 batch + 1] from `order.py`; None: dense
     slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
     given_source,  # descriptor of a bias or of a mask in bytes, [B|1, H|1, Q|1, K]; None: there is neither
-    scale_log2, cap, band, batch, heads, tiles, members, total, len_q, len_k,
+    seed_ptr,  # int64 [1]; None: no dropout
+    scale_log2, cap, odds, band, batch, heads, tiles, members, total, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
-    """`cap`: as `scores.cap_scores` takes it; None: there is none.
+    """`cap`: as `scores.cap_scores` takes it; None: there is none. `odds`: of dropout, as for the portable kernel, or None.
 
     `tiles`: of a head, and `total`, of all heads; packed: at most. `members`: heads of a group (`locate`).
     """
@@ -461,9 +456,13 @@ def forward_kernel(
         slopes_ptr = suspect_ptr
     if not BUILD.SINK:
         sink_ptr = suspect_ptr
+    if not BUILD.DROPS:
+        seed_ptr = suspect_ptr
+        odds = (len_q, scale_log2)
     if not BUILD.CAP:
         cap = scale_log2
-    slots = open_slots(SLOTS, BENT_FIELDS if BUILD.ALIBI != "" or BUILD.SINK else FIELDS, BUILD.CONSUMERS)
+    bent_fields: gl.constexpr = BENT_FIELDS if BUILD.ALIBI != "" or BUILD.SINK else FIELDS
+    slots = open_slots(SLOTS, DROP_FIELDS if BUILD.DROPS else bent_fields, BUILD.CONSUMERS)
     bent = (slopes_ptr, sink_ptr, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)
     fence_async_shared()
     work = (cu_seqlens_q, cu_seqlens_k, order_ptr, batch, heads, tiles, members, len_q, len_k)
@@ -474,19 +473,19 @@ def forward_kernel(
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     if BUILD.CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, (seed_ptr, odds), band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
             (producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [1], [BUILD.PRODUCER_REGISTERS])  # fmt: skip
     elif BUILD.CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
-            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
+            (_consumer, (work, (seed_ptr, odds), band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, (seed_ptr, odds), band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
             (producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
-            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
-            (_consumer, (work, band, out, scale_log2, cap, sources, buffers, rings, slots, 2, BUILD)),
+            (_consumer, (work, (seed_ptr, odds), band, out, scale_log2, cap, sources, buffers, rings, slots, 0, BUILD)),
+            (_consumer, (work, (seed_ptr, odds), band, out, scale_log2, cap, sources, buffers, rings, slots, 1, BUILD)),
+            (_consumer, (work, (seed_ptr, odds), band, out, scale_log2, cap, sources, buffers, rings, slots, 2, BUILD)),
             (producer, (work, bent, band, total, counter, sources, buffers, rings, slots, BUILD)),
         ], [4, 4, 1], [BUILD.REGISTERS, BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from rowmax.kernels.address import head_base, locate, slopes_base
+from rowmax.kernels.triton.dropout import dropping
 from rowmax.kernels.triton.forward import LOG2E, _store_guarded
 from rowmax.kernels.triton.given import pair_base
 
@@ -19,8 +20,10 @@ def guard_kernel(
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    seed_ptr,  # int64 [1]; None: no dropout
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
+    odds,  # of dropout: (p 2^31, 1 / (1 - p))
     scale_log2, cap, band, batch, heads, tiles, total, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr, PER_SEQUENCE: tl.constexpr,
@@ -55,5 +58,7 @@ def guard_kernel(
                     None if sink_ptr is None else tl.load(sink_ptr + head) * LOG2E,
                     None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
                     None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
-                    None, head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    None if seed_ptr is None else dropping(
+                        seed_ptr, odds, pid, cu_seqlens_q, batch, heads, tiles, ROWS
+                    ), head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip

@@ -103,7 +103,10 @@ def announce(tile, round, work, bent, band, total, slots, BUILD: gl.constexpr):
         numbers = (
             turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k
         )  # fmt: skip
-        if BUILD.ALIBI != "" or BUILD.SINK:
+        if BUILD.DROPS:
+            own = _of_head(head, b + sequence, heads, bent, BUILD)
+            publish(slots, numbers + own + (b + sequence,), round, SLOTS)
+        elif BUILD.ALIBI != "" or BUILD.SINK:
             publish(slots, numbers + _of_head(head, b + sequence, heads, bent, BUILD), round, SLOTS)
         else:
             publish(slots, numbers, round, SLOTS)

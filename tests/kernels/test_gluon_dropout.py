@@ -1,0 +1,184 @@
+"""Dropout in the Hopper forward: its PTX run for a warp, the kernel simulated and mutated, and when the plan takes it."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rowmax import Device, Problem, plan, reference, testing
+
+pytest.importorskip("triton.experimental.gluon")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the second kernel runs in Triton's interpreter", allow_module_level=True)
+
+import simulate
+import simulate_warp
+from gluon_mutants import DYNAMIC, LAZY, ONE, QUEUE, SKIPS, STATIC, THREE, only
+from simulate_scores import NAMES
+from test_gluon_simulation import fails
+
+from rowmax.kernels.gluon import philox
+from rowmax.plan.hopper import HopperTile
+
+H200 = Device.named("H200")
+CASES = [
+    ("b2 h4/2 q90 k140 d64 bf16 causal dropout=0.1", LAZY, "normal"),
+    ("b2 h2 q200 k200 d64 fp16 causal dropout=0.5", SKIPS, "v_onehot"),
+    ("b3 h2/1 q300 k300 d64 fp16 packed window(9,7) dropout=0.3", "128x128 s3 q1 dynamic g1", "v_onehot"),
+    ("b1 h2 q100 k130 d128 bf16 softcap=4.0 alibi sink dropout=0.2", LAZY, "normal"),
+    ("b1 h2 q70 k100 d192/128 fp16 scale=-0.2 dropout=0.9", ONE, "normal"),
+    ("b1 h2/1 q130 k76 d64 bf16 causal dropout=0.01", DYNAMIC, "normal"),  # with rows that see nothing
+    ("b1 h2 q90 k140 d64 fp16 causal dropout=0.3", QUEUE, "nan(v)"),
+    ("b3 h2 q90 k90 d64 fp16 packed window(9,3) dropout=0.3", THREE, "nan(v)"),
+]
+
+
+@pytest.mark.parametrize(("text", "tile", "kind"), CASES)
+def test_a_simulated_kernel_drops_what_the_definition_drops(text, tile, kind):
+    problem = Problem.parse(text)
+    operands = testing.operands(problem, kind)
+    out, lse, suspect = simulate.forward(problem, operands, HopperTile.parse(tile), late=len(text) % 2 == 0)
+    report = testing.check_forward(problem, operands, out, lse)
+    assert report.ok, str(report)
+    assert bool((suspect == 1).any()) == kind.startswith("nan")
+
+
+# ---- draws -------------------------------------------------------------------------------------------------------------------
+
+
+def words_of(code: list, rows, *numbers) -> list[np.ndarray]:
+    """A warp's, whose lane l has rows l // 4 and 8 more."""
+    mine = rows + np.arange(32) // 4
+    return simulate_warp.run("\n".join(code), [mine, mine + 8, *(number for number in numbers for _ in range(2))], 2)
+
+
+@pytest.mark.parametrize("block_n", [16, 32, 64, 128])
+def test_its_instructions_draw_as_the_definition_does(block_n):
+    """Word for word of a warp's 16 rows, with numbers up to their last bits; and as `simulate.py` has it."""
+    rnd = random.Random(block_n)
+    code = philox._calls(block_n // 16)
+    for most in (1, 2, 2**16, 2**17):
+        seed, p = rnd.randrange(-(2**63), 2**63), rnd.random()
+        row, quad = 16 * rnd.randrange(most), block_n // 4 * rnd.randrange(most)
+        head, sequence = rnd.randrange(most), rnd.randrange(most)
+        least = 2 * min(round(p * 2**31), 2**31 - 1)
+        low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+        found = words_of(code, row, quad, head, sequence, low, high, least)
+
+        rows = (row + torch.arange(16)).view(-1, 1).expand(16, 4)
+        same = NAMES["keep_bits"](rows, quad, torch.tensor(head), torch.tensor(sequence), low, high, least, block_n)
+        kept = drawn(seed, p, sequence, head, rows[:, 0], 4 * quad, block_n)
+        for lane in range(32):
+            for half in range(2):
+                line, t = lane // 4 + 8 * half, lane % 4
+                word = int(found[half][lane])
+                assert word == int(same[line, t]) & 0xFFFFFFFF
+                bits = [word >> k & 1 for k in range(32)]
+                assert bits == [int(kept[line, 8 * (k // 2) + 2 * t + k % 2]) if 4 * k < block_n else 0 for k in range(32)]
+
+
+def drawn(seed: int, p: float, sequence: int, head: int, rows, first: int, count: int) -> torch.Tensor:
+    """`[rows, count]` of the reference's, which counts heads and keys from 0, by the CPU's generator where these are large."""
+    from rowmax.cpu.dropout import Dropout
+
+    heads, sequences = torch.tensor([head]).view(1, 1, 1, 1, 1), torch.tensor([sequence]).view(1, 1, 1, 1, 1)
+    mine = Dropout(seed, min(round(p * 2**31), 2**31 - 1), 1.0, heads, sequences, int(rows[0]), first)
+    kept = mine.kept(slice(0, len(rows)), slice(0, count))[0, 0, 0]
+    if max(sequence, head) < 3 and first < 512:
+        whole = reference.dropout(seed, p, [sequence], head + 1, 0, first + count, rows=rows)
+        assert torch.equal(kept, whole[0, head, :, first:])
+    return kept
+
+
+def test_a_seed_s_number_of_a_sequence_is_told_packed_too():
+    """Equal scores, and values that are unit vectors: the output shows which weights are kept."""
+    problem = Problem.parse("b3 h2/1 q330 k330 d64 fp16 packed dropout=0.4")
+    operands = testing.operands(problem, lengths=((60, 64), (200, 64), (70, 64)))
+    eye = torch.eye(64, dtype=torch.float16).view(64, 1, 64).repeat(6, 1, 1)[:330]
+    operands = operands._replace(q=operands.q.zero_(), v=eye.contiguous())
+    out, _, _ = simulate.forward(problem, operands, HopperTile.parse(QUEUE))
+    starts = (0, 60, 260, 330)
+    for b in range(3):
+        want = reference.dropout(int(operands.seed), 0.4, [b], 2, starts[b + 1] - starts[b], 64)[0]
+        assert torch.equal(out[starts[b] : starts[b + 1]].transpose(0, 1) != 0, want)
+
+
+def test_weights_are_zeroed_where_a_bit_is_not_set():
+    written: dict = {}
+
+    class Language:
+        float32 = None
+
+        @staticmethod
+        def inline_asm_elementwise(code, constraints, args, dtype, is_pure, pack, _semantic):
+            written.update(code=code)
+
+    whole, philox.gl = philox.gl, Language
+    try:
+        philox.zero_unless.__wrapped__(None, None, 64, _semantic=object())
+    finally:
+        philox.gl = whole
+    rnd = np.random.default_rng(0)
+    x, bits = rnd.random((64, 32), np.float32) + 1, rnd.integers(0, 2**32, (2, 32), np.uint64).astype(np.uint32)
+    given = [*x.view(np.uint32), *(bits[i // 2 % 2] for i in range(64))]
+    code = written["code"]
+    for i in range(64):  # outputs that lie where their inputs do
+        code = code.replace(f"mul.f32 ${i}, ${i},", f"mul.f32 ${i}, ${64 + i},")
+    registers = simulate_warp.run("\n".join([*(f"mov.f32 ${i}, ${64 + i};" for i in range(64)), code]), given, 64)
+    for i in range(64):
+        kept = bits[i // 2 % 2] >> np.uint32(i // 4 * 2 + i % 2) & 1 != 0
+        assert np.array_equal(registers[i].view(np.float32), np.where(kept, x[i], np.float32(0)))
+
+
+# ---- mutants -----------------------------------------------------------------------------------------------------------------
+
+PLAIN, PACKED = "b2 h4/2 q200 k200 d64 fp16 causal dropout=0.5", "b3 h2 q300 k300 d64 fp16 packed causal dropout=0.5"
+NARROW = "b1 h2 q200 k200 d64 fp16 window(20,9) dropout=0.5"
+LOOP = "bits = draw(drop, slots, round, turns - 1 - j, CONSUMER, BUILD)"
+NEXT = "bits = draw(drop, slots, round + 1, left, CONSUMER, BUILD)"
+# name -> (replacements, problem, tile)
+MUTANTS = {
+    "nothing is dropped": (only("    p = dropped(p, bits, BUILD)\n"), PLAIN, LAZY),
+    "rows of the other consumer": (only("ROW) + CONSUMER * ROWS\n        start", "ROW)\n        start"), PLAIN, LAZY),
+    "keys of the tile behind": (only(LOOP, LOOP.replace("- 1 - j", "- j")), PLAIN, LAZY),
+    "draws of the tile before": (only("                " + LOOP + "\n", "                pass\n"), PLAIN, LAZY),
+    "keys without the first": (only("quad = (start + key_tile", "quad = (key_tile"), NARROW, LAZY),
+    "the next row tile's first draws of this one": (only(NEXT, NEXT.replace("round + 1", "round")), PLAIN, STATIC),
+    "the key tile counted from the end": (only(NEXT, NEXT.replace("left", "done")), PLAIN, STATIC),
+    "every sequence alike": (only("slots, round, SLOTS, SEQUENCE)", "slots, round, SLOTS, SEQUENCE) * 0"), PACKED, LAZY),
+    "packed sequences alike": (only("own + (b + sequence,)", "own + (b,)"), PACKED, LAZY),
+    "sequences alike but when packed": (only("own + (b + sequence,)", "own + (sequence,)"), PLAIN, LAZY),
+    "heads of a group alike": (only("SLOTS, HEAD), told", "SLOTS, HEAD) // BUILD.GROUP, told"), PLAIN, LAZY),
+    "half of the seed": (only("uniform((seed >> 32).to(gl.int32))", "uniform(seed.to(gl.int32))"), PLAIN, LAZY),
+    "half of the odds": (only("below * 2, factor", "below, factor"), PLAIN, LAZY),
+    "the factor left out": (only("        inverse = inverse * drop[3]\n", "        pass\n"), PLAIN, LAZY),
+    "one field too few": (only("SEQUENCE = gl.constexpr(14)", "SEQUENCE = gl.constexpr(13)"), PACKED, LAZY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_of_dropout_fails(name):
+    replacements, text, tile = MUTANTS[name]
+    problem = Problem.parse(text)
+    assert fails(replacements, problem, testing.operands(problem, "v_onehot"), tile, False, 1), f"mutant '{name}' lives"
+
+
+# ---- plan --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["bf16 causal", "fp16 packed", "bf16 window(99,0) sink", "bf16 causal softcap=30.0 alibi"])
+@pytest.mark.parametrize("dims", ["d64", "d128", "d192/128", "d256"])
+def test_the_plan_takes_hopper_forwards_and_the_portable_backward(words, dims):
+    problem = Problem.parse(f"b2 h8/2 q4096 k4096 {dims} {words} dropout=0.1")
+    forward, backward = (plan(problem, H200, direction=direction) for direction in ("forward", "backward"))
+    assert (forward.algorithm, backward.algorithm) == ("hopper", "q_outer")
+    assert dict(backward.refusals)["hopper"] == "its backward computes no dropout"
+
+
+def test_what_it_refuses_beside_dropout():
+    for words in ("bias(hqk)", "mask(bk)"):
+        other = plan(Problem.parse(f"b2 h8/2 q4096 k4096 d128 bf16 causal {words} dropout=0.1"), H200)
+        assert other.algorithm == "q_outer"
+        assert dict(other.refusals)["hopper"] == "computes no dropout beside a bias or a mask"
