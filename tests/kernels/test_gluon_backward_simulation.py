@@ -190,7 +190,11 @@ GIVE = "        give(share_ring, turn, SHARES)\n"
 DK = "        dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])\n"
 NEXT_S = "        s = _next_scores(k, q_buffers, q_ring, turn, turns, BUILD)\n"
 DQ = "        dq = warpgroup_mma_wait(1, deps=[dq])\n"
-LAST = "        last_row, last_line = _place_before(turn, line, ranges, BUILD)\n"
+OTHERS = """        if BUILD.ORDERED:
+            lay_down(dq, dq_buffers, sum_ring, turn, CONSUMER, BUILD)
+        else:
+            last_row, last_line = _place_before(turn, line, ranges, BUILD)
+    """
 ADD = "        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
 LAST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 BEFORE = "        wait_full(share_ring, before, SHARES)\n"
@@ -223,7 +227,7 @@ MUTANTS = {
     "dS of one consumer is enough": (only("count=WRITERS", "count=1"), CAUSAL, PLAIN),
     "dS given before the fence": (only(ADD + GIVE + LAST_S, GIVE + ADD + LAST_S), LONG, PLAIN),
     "dS given before dQ is done": (
-        only(DQ + LAST + ADD + GIVE + LAST_S, "        fence_async_shared()\n" + GIVE + DQ + LAST + ADD + LAST_S),
+        only(DQ + OTHERS + ADD + GIVE + LAST_S, "        fence_async_shared()\n" + GIVE + DQ + OTHERS + ADD + LAST_S),
         LONG,
         PLAIN,
     ),
@@ -277,8 +281,8 @@ MUTANTS = {
     "LSE of another buffer": (only("lse = lse_buffers.index(i)", "lse = lse_buffers.index(0)"), LONG, PLAIN),
     # what is hidden
     "nothing hidden": (only("        if (row < full) | (row >= full_end):", "        if row < 0:"), CAUSAL_64, WIDE),
-    "nothing hidden at the begin": (only("(row < full) | (row >= full_end)", "row >= full_end"), CAUSAL_64, WIDE),
-    "nothing hidden at the end": (only("(row < full) | (row >= full_end)", "row < full"), WINDOW, WIDE),
+    "nothing hidden at the begin": (only("if (row < full) | (row >= full_end)", "if row >= full_end"), CAUSAL_64, WIDE),
+    "nothing hidden at the end": (only("if (row < full) | (row >= full_end)", "if row < full"), WINDOW, WIDE),
     "keys past the end": (
         only("    if col + BLOCK_N > len_k:", "    if col + BLOCK_N > 99999:"),
         RAGGED,
@@ -291,8 +295,8 @@ MUTANTS = {
         CAUSAL_64,
         WIDE,
     ),
-    "one key more": (only("seen = eights < gl", "seen = eights <= gl"), WINDOW, WIDE, "probe"),
-    "one key less": (only("(eights >= first", "(eights > first"), CAUSAL_64, WIDE, "probe"),
+    "one key more": (only("seen = eights < gl.where", "seen = eights <= gl.where"), WINDOW, WIDE, "probe"),
+    "one key less": (only("(eights >= first_query", "(eights > first_query"), CAUSAL_64, WIDE, "probe"),
     "rows of the tensor as rows of the sequence": (only("row - _note(notes, BEGIN_Q), col", "row, col"), PACKED, WIDE),
     # where it lies
     "K of another head in parts": (
