@@ -2,6 +2,7 @@
 
 It keeps bf16 as its bit pattern in uint16, multiplies those patterns as integers in `tl.dot`, and cuts fp32 off where a GPU
 rounds it to the nearest bf16. Comparisons of bf16 tiles have the same fault, so that cases with NaN run in other types here.
+An exponential that is no normal number of fp32 is 0 on a GPU (`ex2.approx.ftz`), and so it is here.
 
 It spends four fifths of its time beside the arithmetic, on what is taken from it here. For every call of a jitted function
 within a kernel it looks through the whole of `triton.language` for what to replace, which the kernel's launch has replaced
@@ -40,7 +41,13 @@ def enable() -> None:
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # ties to even
         return handle(np.where(np.isnan(source.data), np.uint16(0x7FC0), nearest), tl.bfloat16)
 
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    def create_exp2(self, x):
+        found = np.exp2(x.data)
+        if found.dtype == np.float32:
+            found = np.where(x.data < -126, np.float32(0), found)
+        return handle(found, x.dtype.scalar)
+
+    builder.create_dot, builder.cast_impl, builder.create_exp2 = create_dot, cast_impl, create_exp2
     _replace_once(interpreter, tl)
     _make_types_once(interpreter, tl.core)
     if not interpreter.interpreter_builder.options.debug:

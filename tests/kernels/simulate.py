@@ -284,7 +284,8 @@ def language(machine: Machine, program: int, programs: int) -> dict:
     """The names that the kernel's source uses."""
     gl = types.SimpleNamespace(
         constexpr=lambda value: value,
-        **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int16", "int8", "exp2", "log2", "abs")},
+        **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int16", "int8", "log2", "abs")},
+        exp2=simulate_scores.exp2,
         static_range=range,
         program_id=lambda axis: torch.tensor(program),
         num_programs=lambda axis: programs,

@@ -14,6 +14,11 @@ from rowmax.cpu.dropout import philox
 from rowmax.kernels.gluon import backward_names, given, names, scores
 
 
+def exp2(x):
+    """As `ex2.approx.ftz`: a result that is no normal number of fp32 is 0."""
+    return torch.where(x < -126, 0.0, torch.exp2(x))
+
+
 def _of_warps(x):
     """For each row, the largest x of the 16 rows of its warp."""
     return x.view(-1, 16).amax(1, keepdim=True).expand(-1, 16).reshape(x.shape)
@@ -51,7 +56,7 @@ def _zero_unless(x, bits, count):
 def _capped_weights(z, lse, unit, far, dtype, count):
     square = z * z
     near = z + z * square * _odd_part(square)
-    p = torch.exp2(torch.where(far != 0, torch.tanh(z), near) * unit - lse)
+    p = exp2(torch.where(far != 0, torch.tanh(z), near) * unit - lse)
     p = torch.where(z == backward_names.HIDDEN, torch.where(far != 0, torch.tensor(0.0), p), p)
     away = torch.exp(-2 * z.abs())
     gain = torch.where(far != 0, 4 * away / (1 + away) ** 2, (1 - near * near).clamp(0, 1))
@@ -80,7 +85,7 @@ NAMES = {
     "warp_where": lambda wanted, x, other: torch.where(wanted != 0, torch.tensor(other), torch.as_tensor(x)),
     "tanh_where": lambda x, wanted, factor, count: torch.where(wanted != 0, torch.tanh(x * factor) / factor, x),
     "odd": _odd,
-    "exp2_of_odd": lambda *given: torch.exp2(_odd(*given[:-1]) - given[-1]),
+    "exp2_of_odd": lambda *given: exp2(_odd(*given[:-1]) - given[-1]),
     "add_product": _towards_zero,
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
     "as_number": lambda bits: bits.view(torch.float32),
@@ -104,7 +109,7 @@ _OPERATIONS = {
     "min.NaN.f32": np.minimum,
     "neg": lambda a: -a,
     "cvt": lambda second, first: (first, second),  # two of 16 bits in a register, not rounded here
-    "ex2": np.exp2,
+    "ex2.approx": lambda x: np.where(x < -126, np.float32(0), np.exp2(x)),  # with .ftz
     "rcp": lambda a: np.float32(1) / a,
     "copysign": lambda sign, size: np.copysign(size, sign),
     "selp": lambda a, b, condition: a if condition else b,

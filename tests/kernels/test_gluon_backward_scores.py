@@ -52,6 +52,16 @@ def test_scores_that_are_bent_or_given_reach_the_gradients(text, tile, kind):
     assert not bool((suspect == 1).any()), "finite operands, yet keys are computed once more"
 
 
+def test_weights_that_are_no_normal_numbers_are_zero_and_the_rule_knows():
+    """A key that one query sees has a dV of its weight alone, down to exp(-100): 43 times a bound that forgets it."""
+    problem = Problem.parse("b1 h2 q1 k700 d64 bf16 softcap=50.0")
+    operands = testing.operands(problem, "spiky(60)")
+    report, _ = run(problem, operands, WIDE)
+    assert report.ok, str(report)
+    report = testing.check(problem, "spiky(60)", plan="q_outer")
+    assert report.ok, str(report)
+
+
 def test_hidden_keys_have_no_say_in_how_a_cap_is_computed():
     """Bit by bit: a large score that a query does not see changes nothing."""
     problem = Problem.parse("b1 h1 q64 k80 d64 fp16 causal softcap=30.0")

@@ -177,6 +177,27 @@ def test_a_report_reads_as_one():
     assert "times its bound off (sequence 0, rows from 0, element [3, 1, 2] of them)" in text
 
 
+@pytest.mark.parametrize(("flushed", "right"), [(2.0**-126, True), (2.0**-124, False)])
+def test_a_weight_may_be_zero_only_where_fp32_has_no_normal_number_for_it(flushed, right):
+    """With a soft-cap of 50 weights go down to exp(-100), and of one query a key's gradient is a multiple of one weight."""
+    problem = Problem.parse("b1 h1 q1 k2000 d64 bf16 softcap=50.0")
+    operands = testing.operands(problem, "spiky(60)")
+    q, k, v = (t.double()[0, :, 0] for t in operands[:3])
+    bent = torch.tanh(q @ k.T * problem.scale / problem.softcap)
+    weights = torch.softmax(problem.softcap * bent, 1)
+    assert bool(((weights > 2.0**-132) & (weights < 2.0**-126)).any())
+    assert bool(((weights > 2.0**-126) & (weights < 2.0**-124)).any())
+    grad_out, grad_lse = testing.cotangents(problem)
+    cotangent = grad_out.double()[0, :, 0]
+    delta = (weights @ v * cotangent).sum() - grad_lse.double().sum()
+    weights = torch.where(weights < flushed, 0.0, weights)
+    slopes = weights * (1 - bent**2) * (cotangent @ v.T - delta) * problem.scale
+    found = (slopes @ k, slopes.T @ q, weights.T @ cotangent)
+    grads = [g.to(problem.dtype).view_as(t) for g, t in zip(found, operands[:3], strict=True)]
+    report = testing.check_backward(problem, operands, grads, grad_out, grad_lse)
+    assert report.ok == right, str(report)
+
+
 def test_fp64_is_held_to_its_own_roundoff():
     problem, operands, (out, lse), _, _ = good("b1 h2 q40 k60 d16 fp64 causal")
     assert testing.check_forward(problem, operands, out, lse).ok

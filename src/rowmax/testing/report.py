@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax.numerics import TINY, UNIT_ROUNDOFF
+from rowmax.numerics import LEAST_WEIGHT, TINY, UNIT_ROUNDOFF
 from rowmax.problem import Problem
 
 # c, and the coefficient of S A in units of the accumulator's roundoff. 16 bits: P is rounded to the type before P V. fp32 and
@@ -66,7 +66,7 @@ class Sums(NamedTuple):
     naive: torch.Tensor
     terms: torch.Tensor  # A
     weighted: torch.Tensor  # the same sum, each term times c u + g S of its row
-    floor: torch.Tensor  # what the smallest subnormal multiplies
+    floor: torch.Tensor  # the error that the smallest numbers leave, however small the terms are
 
 
 class Tally:
@@ -80,7 +80,7 @@ class Tally:
 
     def add_sums(self, where: str, actual: torch.Tensor, sums: Sums) -> None:
         """Compare by element, and remember what the RMS rule needs."""
-        bound = sums.weighted + roundoff(self.problem) * sums.expected.abs() + tiny(self.problem) * (1 + sums.floor)
+        bound = sums.weighted + roundoff(self.problem) * sums.expected.abs() + tiny(self.problem) + sums.floor
         error, both = self.add(where, actual, sums.expected, bound)
         drift = sums.weighted - _ELEMENT[self.problem.dtype_name][0] * roundoff(self.problem) * sums.terms
         parts = (error, sums.naive - sums.expected, sums.terms, drift)
@@ -132,6 +132,11 @@ def roundoff(problem: Problem) -> float:
 
 def tiny(problem: Problem) -> float:
     return TINY[problem.dtype_name]
+
+
+def least_weight(problem: Problem) -> float:
+    """Smaller weights may be 0."""
+    return LEAST_WEIGHT[problem.dtype_name]
 
 
 def score_roundoff(problem: Problem) -> float:

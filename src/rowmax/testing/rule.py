@@ -1,12 +1,13 @@
 """The acceptance rule: is a result as close to the definition as the rounding of its own terms allows?
 
-    |o - o64| <= (c u + g S_i) A_id + u |o64| + tiny (1 + sum_j |v_jd|)
+    |o - o64| <= (c u + g S_i) A_id + u |o64| + tiny + (tiny + least) sum_j |v_jd|
 
     o64      the definition in fp64, from the same rounded inputs (`reference`)
     A_id     sum_j p_ij |v_jd|: what the element is made of
     S_i      max_j |scale| sum_d |q_id k_jd|: how big the terms of the scores are; of a score_mod f that times |f'|, where it is
              above 1, and besides |f(s) - s|
     u, tiny  unit roundoff and smallest subnormal of the storage type
+    least    a weight below may be 0 (`numerics.LEAST_WEIGHT`), which shows where a key is seen by one query alone
     c, g     2 and 4 * 2^-24 in 16 bits, 16 and 16 * 2^-24 in fp32; g at least 1.5 sqrt(dim_qk) * 2^-24 (`report`)
 
 besides: NaN and infinities where the definition has them and nowhere else; in 16 bits, a root mean square error at most 1.1
@@ -34,6 +35,7 @@ from rowmax.testing.report import (
     Sums,
     Tally,
     error_factor,
+    least_weight,
     roundoff,
     score_roundoff,
     tiny,
@@ -51,7 +53,8 @@ def check_forward(problem: Problem, operands: Operands, out: torch.Tensor, lse: 
             truth = _Truth.of(problem, piece, sequence)
             values = _over_seen(problem, piece.seen, finite(sequence.v.double()).abs())
             factor = error_factor(problem, truth.logits).T.unsqueeze(-1)  # [rows, H, 1]
-            expected = Sums(truth.out, truth.naive, truth.terms, factor * truth.terms, values)
+            floor = (tiny(problem) + least_weight(problem)) * values
+            expected = Sums(truth.out, truth.naive, truth.terms, factor * truth.terms, floor)
             tally.add_sums(piece.name, out[piece.where], expected)
             if lse is not None:
                 size = truth.lse.abs() + truth.logits
@@ -205,9 +208,9 @@ class _Gradients(NamedTuple):
 
     dq: |scale| sum_j W_ij |k_j|        dk: |scale| sum_i W_ij |q_i|        dv: sum_i p_ij |dO_i|
 
-    summed over the query heads of a group for dk and dv. The bias's is dS_ij without the soft-cap's factor, and its A W_ij
-    without it, both summed over what it is broadcast in. The sink's is -sum_i p_sink delta_i, and its A sum_i p_sink times what
-    is in parentheses above but dP.
+    summed over the query heads of a group for dk and dv. Where `least` stands for p_ij, the same sums are what weights of 0 may
+    leave out. The bias's is dS_ij without the soft-cap's factor, and its A W_ij without it, both summed over what it is
+    broadcast in. The sink's is -sum_i p_sink delta_i, and its A sum_i p_sink times what is in parentheses above but dP.
     """
 
     dq: Sums
@@ -245,7 +248,9 @@ class _Gradients(NamedTuple):
         p = torch.where(seen, torch.exp(scores - truth.lse.unsqueeze(-1)), 0.0)
         row = (d_out * truth.out).sum(-1).abs() + (d_out.abs() * truth.terms).sum(-1) + d_lse.T.abs()
         z = 1.0 if piece.kept is None else piece.kept.double() / (1 - problem.dropout)  # dropout's factor
-        flat = p * (torch.einsum("ihd,jhd->hij", d_out, v).abs() * z + row.T.unsqueeze(-1))
+        ones = seen.double().expand_as(p)
+        sizes = ones * (torch.einsum("ihd,jhd->hij", d_out, v).abs() * z + row.T.unsqueeze(-1))
+        flat = p * sizes
         w = flat * steep
         # P is recomputed from an LSE that may itself be off by its bound, g (|lse| + S).
         logits = 2 * truth.logits + finite(truth.lse).abs()
@@ -259,11 +264,13 @@ class _Gradients(NamedTuple):
         def over_rows(weights, what, scale):
             return sum_group(problem, scale * torch.einsum("hij,ihd->jhd", weights, what.abs()))
 
-        ones = seen.double().expand_as(p)
-        dq = Sums(wide[0], naive[0], over_keys(w), over_keys(weighted), over_keys(ones))
-        dk = Sums(wide[1], naive[1], *(over_rows(x, q, scale) for x in (w, weighted, ones)))
-        dv = Sums(wide[2], naive[2], *(over_rows(x, d_out, 1.0) for x in (p * z, p * factor * z, ones)))
-        dbias = None if piece.bias is None else torch.stack([wide[-1], flat * factor, ones])
+        least, smallest = least_weight(problem), tiny(problem)
+        floor = smallest * ones + least * sizes * steep
+        dq = Sums(wide[0], naive[0], over_keys(w), over_keys(weighted), over_keys(floor))
+        dk = Sums(wide[1], naive[1], *(over_rows(x, q, scale) for x in (w, weighted, floor)))
+        floor = (smallest + least * z) * ones
+        dv = Sums(wide[2], naive[2], *(over_rows(x, d_out, 1.0) for x in (p * z, p * factor * z, floor)))
+        dbias = None if piece.bias is None else torch.stack([wide[-1], flat * factor + least * sizes, ones])
         if piece.sink is None:
             return cls(dq, dk, dv, None, dbias)
         of_sink = torch.exp(piece.sink.unsqueeze(-1) - truth.lse) * row.T * factor.squeeze(-1)  # [H, rows]
