@@ -18,7 +18,7 @@ from simulate_scores import ptx
 from test_gluon_backward_simulation import PLAIN, WIDE, fails, run
 
 from rowmax.kernels.gluon import backward_names
-from rowmax.plan.hopper_backward import SHARED_BYTES, HopperBackwardTile, shared_bytes
+from rowmax.plan.hopper_backward import SHARED_BYTES, HopperBackwardTile, bias_tile, shared_bytes
 
 H200 = Device.named("H200")
 CAPPED = "b1 h4/2 q130 k200 d64 bf16 causal softcap=2.0"
@@ -205,3 +205,17 @@ def test_what_it_refuses(words, reason):
     found = plan(Problem.parse(f"b2 h16 q4096 k4096 bf16 causal {words}"), H200, direction="backward")
     assert found.algorithm == "q_outer"
     assert reason in dict(found.refusals)["hopper"]
+
+
+@pytest.mark.parametrize(
+    ("words", "tile"),
+    [
+        ("b2 h4 bias(bhqk)", "64x128 w4 s2"),
+        ("b1 h4 bias(hqk)", "64x128 w4 s2"),
+        ("b2 h4 bias(hqk)", "64x32 w4 s2 tma"),  # a walk over the batch
+        ("b1 h4 bias(hk)", "64x32 w4 s2 tma"),
+        ("b1 h4 alibi bias(hqk,fp32)", "64x32 w4 s2 tma"),
+    ],
+)
+def test_a_gradient_that_is_no_sum_over_tiles_takes_the_larger_ones(words, tile):
+    assert str(bias_tile(Problem.parse(f"q400 k400 d64 bf16 {words}"))) == tile

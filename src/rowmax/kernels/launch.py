@@ -20,7 +20,7 @@ from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
 from rowmax.plan.generations import BY_NAME
 from rowmax.plan.hopper import HopperTile
-from rowmax.plan.hopper_backward import BIAS_TILE
+from rowmax.plan.hopper_backward import bias_tile
 from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
@@ -164,7 +164,7 @@ def backward(problem: Problem, operands: Operands, out, lse, grad_out, grad_lse,
         given = torch.zeros_like(out) if grad_out is None else grad_out
         rows = hopper_backward.run(problem, operands, plan.tiles[0], out, lse, given, grad_lse, *whole)
         if more:
-            more = _scored().gradients(problem, operands, needs[3:], BIAS_TILE, given, *rows)
+            more = _scored().gradients(problem, operands, needs[3:], bias_tile(problem), given, *rows)
         return dq, dk, dv, *more
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     _launch(device, row_call(problem, out, grad_out, lse, grad_lse, lse_log2, delta))

@@ -17,7 +17,6 @@ SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 896  # bytes, of these and of a few numbers, and more than are needed
 LARGEST = 128  # head dimension: dK and dV of 64 keys stay in the registers of a consumer
 _EVEN, _UNEVEN = 0.9, 1.75  # blocks for each SM below which the query heads of a KV head get blocks of their own
-BIAS_TILE = Tile.parse("64x32 w4 s2 tma")  # of a bias's gradient, whose kernel is `kernels/triton/bias.py`
 MARK = "backward"  # tells its tiles from those of the forward
 _SPELLING = re.compile(
     rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?(?: +p([0-9]{{1,4}}))?( +ordered)?"
@@ -61,6 +60,24 @@ class HopperBackwardTile(Tile):
 # Largest padded head dimension -> the tile, and TFLOP/s at 16k tokens, full / causal (benchmarks/results/h200-2026-11-30.json).
 # With 64 queries d64 made 489 / 476.
 _TABLE = {64: ("128x128 s2 backward g16", "570 / 586"), 128: ("64x128 s2 backward g16", "612 / 604")}
+
+# Tiles of a bias's gradient, whose kernel is `kernels/triton/bias.py`: of programs with one tile each, and of those that walk
+# over many. One each, causal, d128, 16 heads, 16k tokens, on an H200: 64x32 w4 s2 tma 14.3 ms, 64x64 w4 s2 12.3, 128x64 w8 s2
+# 14.2, 128x64 w4 s2 12.0, 64x128 w4 s2 11.6, though it keeps 37 numbers on the stack. With slopes or in a walk these would be
+# 221 to 340: the other tile keeps none there. Untimed.
+_BIAS_TILE, _BIAS_WALK = Tile.parse("64x128 w4 s2"), Tile.parse("64x32 w4 s2 tma")
+
+
+def bias_tile(problem: Problem) -> Tile:
+    """Queries and keys of a program of the kernel of a bias's gradient.
+
+    >>> str(bias_tile(Problem.parse("b1 h16 q4096 k4096 d64 bf16 bias(hqk)")))
+    '64x128 w4 s2'
+    """
+    letters = problem.bias.partition(",")[0]
+    walks = "q" not in letters or "k" not in letters or not ("b" in letters or problem.batch == 1)
+    walks = walks or not ("h" in letters or problem.heads_q == 1)
+    return _BIAS_WALK if walks or problem.alibi else _BIAS_TILE
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
