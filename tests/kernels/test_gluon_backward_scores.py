@@ -214,7 +214,7 @@ def test_what_it_refuses(words, reason):
         ("b1 h4 bias(hqk)", "64x128 w4 s2"),
         ("b2 h4 bias(hqk)", "64x32 w4 s2 tma"),  # a walk over the batch
         ("b1 h4 bias(hk)", "64x32 w4 s2 tma"),
-        ("b1 h4 alibi bias(hqk,fp32)", "64x32 w4 s2 tma"),
+        ("b1 h4 alibi bias(hqk,fp32)", "64x128 w4 s2"),
     ],
 )
 def test_a_gradient_that_is_no_sum_over_tiles_takes_the_larger_ones(words, tile):

@@ -63,8 +63,8 @@ _TABLE = {64: ("128x128 s2 backward g16", "570 / 586"), 128: ("64x128 s2 backwar
 
 # Tiles of a bias's gradient, whose kernel is `kernels/triton/bias.py`: of programs with one tile each, and of those that walk
 # over many. One each, causal, d128, 16 heads, 16k tokens, on an H200: 64x32 w4 s2 tma 14.3 ms, 64x64 w4 s2 12.3, 128x64 w8 s2
-# 14.2, 128x64 w4 s2 12.0, 64x128 w4 s2 11.6, though it keeps 37 numbers on the stack. With slopes or in a walk these would be
-# 221 to 340: the other tile keeps none there. Untimed.
+# 14.2, 128x64 w4 s2 12.0, 64x128 w4 s2 11.6, though it keeps 37 numbers on the stack. In a walk these would be 221 to 340: the
+# other tile keeps none there. Untimed.
 _BIAS_TILE, _BIAS_WALK = Tile.parse("64x128 w4 s2"), Tile.parse("64x32 w4 s2 tma")
 
 
@@ -77,7 +77,7 @@ def bias_tile(problem: Problem) -> Tile:
     letters = problem.bias.partition(",")[0]
     walks = "q" not in letters or "k" not in letters or not ("b" in letters or problem.batch == 1)
     walks = walks or not ("h" in letters or problem.heads_q == 1)
-    return _BIAS_WALK if walks or problem.alibi else _BIAS_TILE
+    return _BIAS_WALK if walks else _BIAS_TILE
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
