@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import rowmax
-from rowmax import Problem, merge, ops, reference, testing
+from rowmax import Device, Problem, merge, ops, reference, testing
 from rowmax.problem import Operands
 
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))
@@ -59,13 +59,18 @@ def repeats_are_bitwise_equal():
     noise, other = torch.empty(2**26, device="cuda"), torch.cuda.Stream()
     for text in (
         "b4 h16/4 q1024 k1024 d64 bf16 causal deterministic",
-        "b8 h8 q3000 k3000 d128 bf16 packed causal deterministic",
+        "b8 h8 q6000 k6000 d128 bf16 packed causal deterministic",
+        "b3 h32/8 q2000 k2000 d128 bf16 causal deterministic",
         "b2 h8 q700 k900 d64 fp16 deterministic",
+        "b2 h8/4 q900 k1000 d64 bf16 causal softcap=20.0 deterministic",
         "b2 h8/2 q1000 k900 d256 bf16 causal deterministic",
         "b2 h4 q600 k700 d96 bf16 causal deterministic",
         "b2 h4 q600 k700 d192/128 bf16 deterministic",
     ):
         problem, operands, given = prepared(text)
+        if torch.cuda.get_device_capability() == (9, 0) and problem.dim_qk <= 128:
+            (tile, *_) = rowmax.plan(problem, Device.of(operands.q), direction="backward").tiles
+            assert str(tile).endswith(" ordered"), f"'{text}' takes {tile}"
         first = differentiate(problem, operands, *given)
         for _ in range(50):
             with torch.cuda.stream(other):
@@ -78,7 +83,7 @@ def without_determinism_only_the_order_of_sums_is_free():
     """The Hopper backward adds up dQ in any order; each dQ is right, and all else repeats bit by bit."""
     for text in (
         "b4 h16/4 q1024 k1024 d64 bf16 causal",
-        "b8 h8 q3000 k3000 d128 bf16 packed causal",
+        "b8 h8 q6000 k6000 d128 bf16 packed causal",
         "b2 h8 q700 k900 d64 fp16",
     ):
         problem, operands, given = prepared(text)
@@ -196,6 +201,26 @@ def lies_in_cu_seqlens_touch_nothing_outside():
                 operands = canaries.lying(testing.operands(problem, device="cuda"), values, side)
                 out, lse, *_ = canaries.run_guarded(problem, operands, "q_outer")
                 assert not bool(torch.isnan(out).any() | torch.isnan(lse).any()), f"{name}, {side}: memory outside was read"
+
+
+@check
+def sums_in_order_come_to_an_end_whatever_cu_seqlens_say():
+    """Nobody waits for key tiles that no sequence has."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    for text in ("b3 h1 q40 k400 d64 bf16 packed deterministic", "b3 h2 q400 k400 d128 bf16 packed causal deterministic"):
+        problem = Problem.parse(text)
+        backward = rowmax.plan(problem, Device.named("H200"), direction="backward", prefer="hopper")
+        for name, values in {**canaries.HOSTILE, "a key tile too few": [0, 35, 10, 40]}.items():
+            values = [value if abs(value) > 1000 else 10 * value for value in values]
+            for side in ("keys", "both"):
+                operands = testing.operands(problem, device="cuda")
+                out, lse = testing.attend(problem, operands)
+                given = testing.cotangents(problem, device="cuda")
+                lies = canaries.lying(operands, values, side)
+                ops.kernels().backward(problem, lies, out, lse, *given, (True,) * 3, backward)
+                torch.cuda.synchronize()
+                assert str(backward.tiles[0]).endswith(" ordered"), f"{name}: {backward}"
 
 
 @check

@@ -28,10 +28,12 @@ class Together:
         self.blocks: list = []
         self.sums: list = []  # on their way: (block and partition, addition)
         self.newest: dict = {}  # box -> number of the last block whose sum arrived in it
+        self.programs, self.drawn = 0, set()  # numbers that blocks have drawn
         self.failure: Optional[BaseException] = None
 
     def run(self, programs: int, program) -> None:
         """`program(number, block)` for all numbers, `running` at a time, in any order."""
+        self.programs = programs
         left = self.random.sample(range(programs), programs)
 
         def place() -> None:
@@ -143,6 +145,9 @@ def language(block: Block, names: dict) -> dict:
 
     def draw(pointer, value, sem):
         block.number = int(atomic_add(pointer, value, sem))
+        if block.number in together.drawn or block.number >= together.programs:
+            raise Wrong(f"a block drew the number {block.number}, of {together.programs} each once")
+        together.drawn.add(block.number)
         return block.number
 
     def add(target, place, source):

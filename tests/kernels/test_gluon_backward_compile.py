@@ -37,7 +37,7 @@ BUILDS = {
         *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
         *[("d96/64 bf16 causal", ""), ("d64/128 bf16 packed", ""), ("d128 bf16 causal scale=-0.1", "")],
         *[("d128 bf16 packed", "64x128 s3 backward g8"), ("d128 bf16 causal packed", "64x128 s2 backward p2")],
-        *[("d128 bf16 causal alibi", ""), ("d128 bf16 causal packed", "64x128 s2 backward g64 ordered")],
+        *[("d128 bf16 causal alibi", ""), ("d128 bf16 causal packed softcap=9.0", "64x128 s2 backward g64 ordered")],
         *[("d128 bf16 causal softcap=50.0", ""), ("d128 bf16 causal bias(hqk)", ""), ("d96 fp16 window(9,3) mask(bk)", "")],
     ],
 }

@@ -23,6 +23,8 @@ CASES = [
     ("b1 h2 q130 k300 d128 bf16", NARROW),
     ("b1 h2 q200 k300 d64 bf16 causal", WIDE),
     ("b2 h4/2 q200 k129 d64 bf16 causal", WIDE),  # rows that see nothing
+    ("b1 h3 q1000 k300 d64 bf16 causal", WIDE),  # heads in groups of two
+    ("b1 h2 q140 k300 d72/40 bf16 causal softcap=3.0", NARROW),
     ("b1 h1 q300 k400 d96 fp16 window(90,0)", NARROW),
     ("b1 h2/1 q100 k700 d64 bf16 window(5,5)", WIDE),  # keys that nobody sees, and whole tiles of them
     ("b1 h1 q400 k150 d64 bf16 window(0,70)", WIDE),
@@ -93,7 +95,7 @@ def test_a_deadlock_between_blocks_is_found():
 # ---- mutants ---------------------------------------------------------------------------------------------------------------
 
 PLAIN, CAUSAL, WINDOW = "b1 h1 q130 k400 d64 bf16", "b1 h2 q300 k300 d64 bf16 causal", "b1 h1 q300 k400 d64 bf16 window(20,9)"
-PACKED = "b3 h2 q300 k600 d64 fp16 packed"
+PACKED = "b3 h1 q300 k600 d64 fp16 packed"
 WAIT = "            wait_count(count_ptr, waits * _turn_of(own_row, notes, band, BUILD))\n"
 READ, FREE = "            store_wait(0)\n", "            release(sum_ring, use, SLOTS)\n"
 ARRIVE, COUNT = "            wait_sums()\n", "            count_up(count_ptr)\n"
@@ -130,7 +132,7 @@ MUTANTS = {
     "one counter for all query tiles": (only(" + own_row // BUILD.BLOCK_M)", ")"), CAUSAL),
     "rows of the tensor as rows of the sequence": (
         only("own_row = row - _note(notes, BEGIN_Q)\n            count", "own_row = row\n            count"),
-        PACKED,
+        "b3 h1 q700 k600 d64 fp16 packed",
     ),
     "counters of the sequence before": (only("begin_q // BLOCK_M + sequence, len_q // BLOCK_M", "0, len_q // BLOCK_M"), PACKED),
     "no sequences are believed": (only("    return 1 - wrong\n", "    return 0\n"), PACKED),

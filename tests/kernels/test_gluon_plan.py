@@ -76,13 +76,23 @@ def test_its_backward_is_its_own_or_the_portable_one():
     assert chosen(prefer="").algorithm == chosen().algorithm == "hopper"
     assert chosen(prefer="q_outer").algorithm == "q_outer"
     for problem, reason in (
-        (DENSE.with_(deterministic=True), "no fixed order"),
+        (DENSE.with_(deterministic=True, bias="hqk"), "only without biases and masks"),
         (DENSE.with_(dim_qk=100), "multiples of 16 bytes"),
     ):
         assert chosen(problem).algorithm == chosen(problem, "").algorithm == "q_outer"
         assert reason in dict(chosen(problem).refusals)["hopper"]
         assert "hopper has no backward here" in chosen(problem).reason
     assert chosen(aligned=False).algorithm == "q_outer"
+    for problem, tile in (
+        (DENSE.with_(deterministic=True), "64x128 s2 backward g16 p4 ordered"),
+        (DENSE.with_(deterministic=True, dim_qk=96, softcap=30.0), "64x128 s2 backward g16 p4 ordered"),
+        (DENSE.with_(deterministic=True, dim_qk=64, dim_v=64, alibi="head"), "128x128 s2 backward g16 p4 ordered"),
+    ):
+        found = chosen(problem, "")
+        assert [str(each) for each in found.tiles] == [tile]
+        assert "dQ is added up in a fixed order" in found.reason
+        with pytest.raises(Unsupported, match="a tile for it ends with 'ordered'"):
+            chosen(problem, f"hopper[128x128 s2 q1 static, {tile.removesuffix(' ordered')}]")
     large = DENSE.with_(dim_qk=192, deterministic=True)
     assert [str(tile) for tile in chosen(large, "").tiles] == ["128x64 s2 wide g16"]
     with pytest.raises(Unsupported, match="no tile of its backward here"):

@@ -50,6 +50,7 @@ FEATURES = {
     "a boolean mask": "bf16 causal mask(bqk)",
     "dropout": "bf16 causal dropout=0.1",
     "a function of scores, `score_mod`": "bf16 causal mod(feature)",
+    "gradients equal bit by bit, `deterministic=True`": "bf16 causal deterministic",
     "a paged cache": "bf16 causal paged16",
     "latent attention, pages of 64": "h128/1 d576/512 bf16 causal paged64",
 }
