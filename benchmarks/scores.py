@@ -115,7 +115,7 @@ class Rows(NamedTuple):
             logits = self.sink.to(scores.dtype).expand(len(scores), 1)
             p, of_sink = torch.softmax(torch.cat([scores, logits], -1), -1).split([scores.shape[-1], 1], -1)
         if self.kept is not None:
-            z = self.kept.to(scores.dtype) / (1 - self.problem.dropout)
+            z = self.kept.to(scores.dtype) * self.problem.drop_factor
         return Weights(torch.where(self.seen, p, 0.0), z, of_sink, steep)
 
     def sizes(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax import Problem, flash_attn, testing
+from rowmax import Problem, flash_attn, reference, testing
 from rowmax.flash_attn import flash_attn_with_kvcache
 from rowmax.problem import Operands
 
@@ -146,7 +146,7 @@ def dense(case: Case, q, k, v, slopes, kept=None):
         scores.shape[:-1], torch.inf
     )  # fmt: skip
     if kept is not None:
-        p = torch.where(kept, p / (1 - case.dropout), 0.0)
+        p = torch.where(kept, p * reference.dropout_factor(case.dropout), 0.0)
     return _product(p, v).transpose(0, 1), lse
 
 

@@ -45,7 +45,7 @@ def test_it_keeps_as_often_as_it_should_and_without_pattern():
     """P15: within 5 standard deviations; of all pairs, and of neighbours in any direction together."""
     for p in (0.1, 0.5):
         kept = reference.dropout(77, p, range(4), 4, 128, 129).double()
-        for shift in ((0, 0, 0, 1), (0, 0, 0, 4), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0)):
+        for shift in ((0, 0, 0, 1), (0, 0, 0, 8), (0, 0, 0, 32), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0)):
             other = torch.roll(kept, shift, (0, 1, 2, 3))
             rate = (1 - p) if not any(shift) else (1 - p) ** 2
             deviation = (rate * (1 - rate) / kept.numel()) ** 0.5 * (1 if not any(shift) else 1.5)  # pairs overlap
@@ -74,7 +74,7 @@ def test_every_backend_drops_the_same(text, backend, device):
         kept = reference.dropout(int(operands.seed), 0.3, range(2), 4, 20, 24).to(device)
         assert torch.equal(out.transpose(1, 2) > 0, kept)
         (dv,) = torch.autograd.grad(out.sum(), v)
-        want = kept.unflatten(1, (2, 2)).sum((2, 3)).transpose(1, 2) / 24 / 0.7
+        want = kept.unflatten(1, (2, 2)).sum((2, 3)).transpose(1, 2) / 24 * problem.drop_factor
         torch.testing.assert_close(dv, want[..., None].expand_as(dv).to(dv.dtype), rtol=1e-5, atol=1e-6)
         return
     cu_q = operands.cu_seqlens_q.tolist()
@@ -193,4 +193,3 @@ def test_problems_with_dropout():
     assert Problem.parse(str(problem)) == problem
     plan = rowmax.plan(problem, rowmax.Device.named("H200"))
     assert plan.algorithm == "q_outer"
-    assert "no dropout" in dict(plan.refusals)["hopper"]

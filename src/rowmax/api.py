@@ -76,7 +76,8 @@ def attention(
             seqlens_q = seqlens_k. These three take no bias or mask beside them. They run as packed sequences do, on views where
             batches lie Tq or Tk rows apart, else on copies; on a GPU they are not read back, and are clamped.
         dropout_p: each weight is dropped with this probability, and multiplied by 1 / (1 - dropout_p) otherwise, after the
-            softmax: the LSE knows nothing of it. Pass 0 in evaluation; there is no hidden mode.
+            softmax: the LSE knows nothing of it. Both are of the next multiple of 2^-15, from 2^-15 to 1 - 2^-15. Pass 0 in
+            evaluation; there is no hidden mode.
         seed: of dropout: an integer, or an int64 tensor `[1]` on q's device; with `None` one is drawn from torch's generator of
             that device. Which weights are dropped depends on the seed and on (row of the batch, query head, query, key) alone,
             on every backend, and is the same in the backward: `rowmax.reference.dropout` gives it.

@@ -91,7 +91,7 @@ class Problem:
         bias: what an added bias is given for, letters of "bhqk" (batch, query head, query, key); the others are broadcast. "1"
             is one number, "" is none; with ",fp32" behind where it is fp32 and q is not.
         mask: the same of a boolean mask.
-        dropout: probability with which a weight is dropped; those kept are multiplied by 1 / (1 - dropout).
+        dropout: probability with which a weight is dropped, to the next 2^-15; those kept are multiplied by `drop_factor`.
         score_mod: the key of a `ScoreMod`, which bends scores behind the soft-cap; "" is none.
     """
 
@@ -194,8 +194,13 @@ class Problem:
 
     @property
     def drop_below(self) -> int:
-        """A weight is dropped where its draw of 31 bits is below this."""
-        return min(round(self.dropout * 2**31), 2**31 - 1)
+        """A weight is dropped where its draw of 15 bits is below this: not never or always, where it may be dropped at all."""
+        return min(max(round(self.dropout * 2**15), 1), 2**15 - 1) if self.dropout else 0
+
+    @property
+    def drop_factor(self) -> float:
+        """Of weights that are kept: one over how often they are, so that the expected output is that without dropout."""
+        return 2**15 / (2**15 - self.drop_below)
 
     @property
     def dtype_name(self) -> str:

@@ -47,8 +47,9 @@ def alibi(slopes, len_q: int, len_k: int, rows=None) -> torch.Tensor:
 def dropout(seed: int, p: float, sequences, heads: int, len_q: int, len_k: int, rows=None) -> torch.Tensor:
     """Boolean `[len(sequences), heads, len_q, len_k]`: the weights that a seed keeps. `sequences`: numbers; `rows`: only those.
 
-    Word j % 4 of Philox4x32 with 7 rounds, key (seed % 2^32, seed // 2^32), counter (j // 4, i, head, sequence), without its
-    last bit, is at least p 2^31. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    Of Philox4x32 with 7 rounds, key (seed % 2^32, seed // 2^32), counter (i, 4 (j // 32) + j % 8 // 2, head, sequence), word
+    j // 8 % 4 has in its half j % 2, the low one first, 15 bits below the highest that are at least p 2^15, rounded.
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
     device = rows.device if rows is not None else None
     j = torch.arange(len_k, device=device)
@@ -56,7 +57,7 @@ def dropout(seed: int, p: float, sequences, heads: int, len_q: int, len_k: int, 
     h = torch.arange(heads, device=device).view(-1, 1, 1)
     b = torch.tensor(list(sequences), dtype=torch.int64, device=device).view(-1, 1, 1, 1)
     full = torch.zeros(b.shape[0], heads, i.shape[0], len_k, dtype=torch.int64, device=device)
-    x = [full + j // 4, full + i, full + h, full + b]
+    x = [full + i, full + 4 * (j // 32) + j % 8 // 2, full + h, full + b]
     key, mask = [seed % 2**32, seed // 2**32 % 2**32], 2**32 - 1
 
     def product(factor, y):  # (high, low) words, by halves of 16 bits
@@ -69,8 +70,19 @@ def dropout(seed: int, p: float, sequences, heads: int, len_q: int, len_k: int, 
         high2, low2 = product(0xCD9E8D57, x[2])
         k0, k1 = ((key[n] + turn * step) % 2**32 for n, step in enumerate((0x9E3779B9, 0xBB67AE85)))
         x = [high2 ^ x[1] ^ k0, low2, high0 ^ x[3] ^ k1, low0]
-    word = torch.where(j % 4 == 0, x[0], torch.where(j % 4 == 1, x[1], torch.where(j % 4 == 2, x[2], x[3])))
-    return word // 2 >= min(round(p * 2**31), 2**31 - 1)
+    place = j // 8 % 4
+    word = torch.where(place == 0, x[0], torch.where(place == 1, x[1], torch.where(place == 2, x[2], x[3])))
+    return torch.where(j % 2 == 0, word, word // 2**16) % 2**15 >= _dropped(p)
+
+
+def _dropped(p: float) -> int:
+    """Of 2^15 draws, those for which a weight is dropped."""
+    return min(max(round(p * 2**15), 1), 2**15 - 1) if p else 0
+
+
+def dropout_factor(p: float) -> float:
+    """What `dropout` keeps is multiplied with this, 1 / (1 - p) for p as it is rounded: the expected output is as without."""
+    return 1 / (1 - _dropped(p) / 2**15)
 
 
 def attention(
@@ -103,7 +115,7 @@ def attention(
         softcap: c > 0 makes a scaled score s into c tanh(s / c).
         slopes: `[Hq]` or `[B, Hq]`, the bias of `alibi`; bias: any, broadcastable to `[B, Hq, Tq, Tk]`. Both are added after
             the soft-cap, before the mask.
-        kept: boolean `[B, Hq, Tq, Tk]`, as of `dropout`: other weights become 0, these are divided by 1 - dropout_p.
+        kept: boolean `[B, Hq, Tq, Tk]`, as of `dropout`: other weights become 0, these are multiplied by `dropout_factor`.
         sink: `[Hq]`, one more logit in the denominator and the LSE of every row of a head, without a value.
         score_mod: `f(score, batch, head, row, col)` of tensors that broadcast to the scores, the row counted as keys are
             (i + Tk - Tq): makes scores behind the soft-cap into others. What it makes -inf has no weight.
@@ -140,7 +152,7 @@ def attention(
     safe = torch.where(dead, 0.0, scores)  # a row of -inf would make softmax NaN
     p = torch.where(seen, torch.softmax(safe, -1)[..., :keys], 0.0)
     if kept is not None:
-        p = torch.where(kept, p / (1 - dropout_p), 0.0)
+        p = torch.where(kept, p * dropout_factor(dropout_p), 0.0)
     values = v[:, :, heads]
     finite = torch.isfinite(values)
     out = torch.einsum("bhij,bjhd->bihd", p, torch.where(finite, values, 0.0))

@@ -378,7 +378,7 @@ def _numbered(problem: Problem, operands: Operands, number: int, batch: int, par
     sequences = (number + torch.arange(batch, device=device)).view(-1, 1, 1, 1, 1)[part[0]]
     dropout = mod = None
     if problem.dropout:
-        odds = (int(operands.seed), problem.drop_below, 1.0 / (1.0 - problem.dropout))  # type: ignore[arg-type]
+        odds = (int(operands.seed), problem.drop_below, problem.drop_factor)  # type: ignore[arg-type]
         dropout = Dropout(*odds, heads[:, part[1]], sequences, 0, 0)
     if problem.score_mod:
         numbers = (t.view(heads.shape)[:, part[1]] for t in operands.numbers)  # type: ignore[union-attr]

@@ -36,21 +36,15 @@ def _towards_zero(x, factor, number):
     return torch.where(wide.isinf() | wide.isnan(), wide, wide.clamp(-most, most)).float()
 
 
-def _keep_bits(rows, quad, head, sequence, low, high, least, block_n):
-    """By the CPU's generator. rows: `[64, 4]`."""
-    quads = int(quad) + torch.arange(block_n // 4)
+def _keep(p, rows, call, head, sequence, low, high, least, columns):
+    """By the CPU's generator. rows: `[64, 1]`, broadcast."""
     seed = (int(high) << 32) | (int(low) & 0xFFFFFFFF)
-    words = philox((quads.unsqueeze(0), rows[:, :1].long(), head.long(), sequence.long()), seed)
-    kept = torch.stack(words, -1).view(-1, block_n // 8, 4, 2) >= (int(least) & 0xFFFFFFFF)
-    places = 2 * torch.arange(block_n // 8).view(-1, 1, 1) + torch.arange(2)
-    return (kept.long() << places).sum((1, 3)).to(torch.int32)
-
-
-def _zero_unless(x, bits, count):
-    """`count`: elements of a thread, of two rows of `x.shape[1]` columns."""
-    assert count == x.shape[1] // 2
-    columns = torch.arange(x.shape[1])
-    return torch.where((bits.long() >> (columns // 8 * 2 + columns % 2)) & 1 != 0, x, 0.0)
+    column = 8 * (int(call) & -4) + torch.arange(32 * -(-columns // 32))
+    words = torch.stack(philox((rows[:, :1].long(), column // 32 * 4 + column % 8 // 2, head.long(), sequence.long()), seed))
+    words = words.gather(0, (column // 8 % 4).expand(1, *words.shape[1:]))[0]
+    draws = torch.where(column % 2 == 0, words, words >> 16) & 0x7FFF
+    first = 8 * (int(call) & 3)  # of a tile of 16
+    return torch.where(draws[:, first : first + columns] >= int(least) & 0xFFFF, p, torch.zeros_like(p))
 
 
 def _capped_weights(z, lse, unit, far, dtype, count):
@@ -90,8 +84,7 @@ NAMES = {
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
     "as_number": lambda bits: bits.view(torch.float32),
     "uniform": lambda x: x,
-    "keep_bits": _keep_bits,
-    "zero_unless": _zero_unless,
+    "keep": _keep,
 }
 
 

@@ -8,43 +8,23 @@ import numpy as np
 LANES = 32
 
 
-def _permute(a, b, selector):
-    """Bytes of a, 0 to 3, and of b, 4 to 7, by the digits of the selector."""
-    taken = np.concatenate([word.view(np.uint8).reshape(LANES, 4) for word in (a, b)], 1)
-    digits = [int(selector[0]) >> 4 * i & 7 for i in range(4)]
-    return np.ascontiguousarray(taken[:, digits]).view(np.uint32).reshape(LANES)
-
-
-def _add_floats(a, b):
-    return (a.view(np.float32) + b.view(np.float32)).view(np.uint32)
-
-
-def _multiply_floats(a, b):
-    return (a.view(np.float32) * b.view(np.float32)).view(np.uint32)
+def _halves_that_are(a, b):
+    """A mask of halves, as fp16, of which a's is not below b's: NaN is not."""
+    (x, y), width = (word.view(np.float16).reshape(LANES, 2) for word in (a, b)), np.uint16(0xFFFF)
+    return np.ascontiguousarray(np.where(x < y, np.uint16(0), width)).view(np.uint32).reshape(LANES)
 
 
 _OPERATIONS = {
     "mov.u32": lambda a: a,
     "mov.b32": lambda a: a,
-    "mov.f32": lambda a: a,
     "add.u32": lambda a, b: a + b,
-    "add.f32": _add_floats,
-    "mul.f32": _multiply_floats,
-    "mul.lo.u32": lambda a, b: a * b,
     "mul.wide.u32": lambda a, b: a.astype(np.uint64) * b.astype(np.uint64),
     "and.b32": lambda a, b: a & b,
-    "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
-    "shl.b32": lambda a, b: a << b,
-    "shr.u32": lambda a, b: a >> b,
-    "bfe.u32": lambda a, begin, size: a >> begin & ((1 << size) - 1),
     "lop3.b32": lambda a, b, c, table: a ^ b ^ c if table[0] == 0x96 else None,
-    "prmt.b32": _permute,
-    "selp.b32": np.where,
-    "setp.ge.u32": lambda a, b: a >= b,
     "setp.ne.u32": lambda a, b: a != b,
-    "setp.eq.u32": lambda a, b: a == b,
-    "shfl.sync.bfly.b32": lambda a, mask, _clamp, _lanes: a[np.arange(LANES) ^ int(mask[0])],
+    "abs.f16x2": lambda a: a & 0x7FFF7FFF,
+    "set.geu.u32.f16x2": _halves_that_are,
 }
 
 
@@ -74,7 +54,6 @@ def run(code: str, given: list, outputs: int) -> list[np.ndarray]:
             registers[low], registers[high] = wide.astype(np.uint32), (wide >> np.uint64(32)).astype(np.uint32)
             continue
         values = [_value(word, registers) for word in sources]
-        values = [values[-1], *values[:-1]] if match[2] == "selp.b32" else values
         result = _OPERATIONS[match[2]](*values)
         registers[to] = result if guard.all() else np.where(guard, result, registers[to])
     return [registers[f"${i}"] for i in range(outputs)]

@@ -48,35 +48,34 @@ def test_a_simulated_kernel_drops_what_the_definition_drops(text, tile, kind):
 # ---- draws -------------------------------------------------------------------------------------------------------------------
 
 
-def words_of(code: list, rows, *numbers) -> list[np.ndarray]:
-    """A warp's, whose lane l has rows l // 4 and 8 more."""
-    mine = rows + np.arange(32) // 4
-    return simulate_warp.run("\n".join(code), [mine, mine + 8, *(number for number in numbers for _ in range(2))], 2)
-
-
 @pytest.mark.parametrize("block_n", [16, 32, 64, 128])
-def test_its_instructions_draw_as_the_definition_does(block_n):
-    """Word for word of a warp's 16 rows, with numbers up to their last bits; and as `simulate.py` has it."""
+def test_its_instructions_keep_what_the_definition_keeps(block_n):
+    """A warp's 16 rows, with numbers up to their last bits; and as `simulate.py` has it."""
     rnd = random.Random(block_n)
-    code = philox._calls(block_n // 16)
-    for most in (1, 2, 2**16, 2**17):
-        seed, p = rnd.randrange(-(2**63), 2**63), rnd.random()
-        row, quad = 16 * rnd.randrange(most), block_n // 4 * rnd.randrange(most)
+    lanes = np.arange(32)
+    registers = block_n // 4  # of two neighbours each, of both rows of a lane in turn
+    code = philox._code([f"${i}" for i in range(registers)], *(f"${2 * registers + i}" for i in range(8)))
+    copied = [f"mov.b32 ${i}, ${registers + i};" for i in range(registers)]  # outputs that lie where their inputs do
+    for most, p in ((1, 0.1), (2, 1e-9), (2**16, 0.003), (2**16, 0.02), (2**17, 0.5), (2**17, 0.95), (2**17, 0.9687)):
+        seed = rnd.randrange(-(2**63), 2**63)
+        row, col = 16 * rnd.randrange(most), block_n * rnd.randrange(2 * most)
         head, sequence = rnd.randrange(most), rnd.randrange(most)
-        least = 2 * min(round(p * 2**31), 2**31 - 1)
-        low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-        found = words_of(code, row, quad, head, sequence, low, high, least)
+        least = 0x10001 * Problem.parse(f"b1 h1 q1 d64 fp16 dropout={p}").drop_below
+        numbers = (col // 8, head, sequence, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, least)
+        p_given = torch.from_numpy(np.random.default_rng(block_n).integers(1, 2**15, (16, block_n), np.int16))
+        rows = (row + torch.arange(16)).view(-1, 1).expand(16, block_n)
+        want = torch.where(drawn(seed, p, sequence, head, rows[:, 0], col, block_n), p_given, 0)
+        same = NAMES["keep"](p_given, rows, *(torch.tensor(n) for n in numbers), block_n)
+        assert torch.equal(want, same)
 
-        rows = (row + torch.arange(16)).view(-1, 1).expand(16, 4)
-        same = NAMES["keep_bits"](rows, quad, torch.tensor(head), torch.tensor(sequence), low, high, least, block_n)
-        kept = drawn(seed, p, sequence, head, rows[:, 0], 4 * quad, block_n)
-        for lane in range(32):
-            for half in range(2):
-                line, t = lane // 4 + 8 * half, lane % 4
-                word = int(found[half][lane])
-                assert word == int(same[line, t]) & 0xFFFFFFFF
-                bits = [word >> k & 1 for k in range(32)]
-                assert bits == [int(kept[line, 8 * (k // 2) + 2 * t + k % 2]) if 4 * k < block_n else 0 for k in range(32)]
+        places = [(lanes // 4 + 8 * (i % 2), 8 * (i // 2) + 2 * (lanes % 4)) for i in range(registers)]
+        halves = p_given.numpy().astype(np.uint32)
+        pairs = [halves[line, c] | halves[line, c + 1] << np.uint32(16) for line, c in places]
+        given = [*pairs, row + lanes // 4, row + lanes // 4 + 8, *numbers]
+        found = simulate_warp.run("\n".join([*copied, *code]), given, registers)
+        for word, (line, c) in zip(found, places, strict=True):
+            assert np.array_equal(word & 0xFFFF, want.numpy()[line, c])
+            assert np.array_equal(word >> 16, want.numpy()[line, c + 1])
 
 
 def drawn(seed: int, p: float, sequence: int, head: int, rows, first: int, count: int) -> torch.Tensor:
@@ -84,8 +83,8 @@ def drawn(seed: int, p: float, sequence: int, head: int, rows, first: int, count
     from rowmax.cpu.dropout import Dropout
 
     heads, sequences = torch.tensor([head]).view(1, 1, 1, 1, 1), torch.tensor([sequence]).view(1, 1, 1, 1, 1)
-    mine = Dropout(seed, min(round(p * 2**31), 2**31 - 1), 1.0, heads, sequences, int(rows[0]), first)
-    kept = mine.kept(slice(0, len(rows)), slice(0, count))[0, 0, 0]
+    below = Problem.parse(f"b1 h1 q1 d64 fp16 dropout={p}").drop_below
+    kept = Dropout(seed, below, 1.0, heads, sequences, int(rows[0]), first).kept(slice(0, len(rows)), slice(0, count))[0, 0, 0]
     if max(sequence, head) < 3 and first < 512:
         whole = reference.dropout(seed, p, [sequence], head + 1, 0, first + count, rows=rows)
         assert torch.equal(kept, whole[0, head, :, first:])
@@ -105,54 +104,25 @@ def test_a_seed_s_number_of_a_sequence_is_told_packed_too():
         assert torch.equal(out[starts[b] : starts[b + 1]].transpose(0, 1) != 0, want)
 
 
-def test_weights_are_zeroed_where_a_bit_is_not_set():
-    written: dict = {}
-
-    class Language:
-        float32 = None
-
-        @staticmethod
-        def inline_asm_elementwise(code, constraints, args, dtype, is_pure, pack, _semantic):
-            written.update(code=code)
-
-    whole, philox.gl = philox.gl, Language
-    try:
-        philox.zero_unless.__wrapped__(None, None, 64, _semantic=object())
-    finally:
-        philox.gl = whole
-    rnd = np.random.default_rng(0)
-    x, bits = rnd.random((64, 32), np.float32) + 1, rnd.integers(0, 2**32, (2, 32), np.uint64).astype(np.uint32)
-    given = [*x.view(np.uint32), *(bits[i // 2 % 2] for i in range(64))]
-    code = written["code"]
-    for i in range(64):  # outputs that lie where their inputs do
-        code = code.replace(f"mul.f32 ${i}, ${i},", f"mul.f32 ${i}, ${64 + i},")
-    registers = simulate_warp.run("\n".join([*(f"mov.f32 ${i}, ${64 + i};" for i in range(64)), code]), given, 64)
-    for i in range(64):
-        kept = bits[i // 2 % 2] >> np.uint32(i // 4 * 2 + i % 2) & 1 != 0
-        assert np.array_equal(registers[i].view(np.float32), np.where(kept, x[i], np.float32(0)))
-
-
 # ---- mutants -----------------------------------------------------------------------------------------------------------------
 
 PLAIN, PACKED = "b2 h4/2 q200 k200 d64 fp16 causal dropout=0.5", "b3 h2 q300 k300 d64 fp16 packed causal dropout=0.5"
 NARROW = "b1 h2 q200 k200 d64 fp16 window(20,9) dropout=0.5"
-LOOP = "bits = draw(drop, slots, round, turns - 1 - j, CONSUMER, BUILD)"
-NEXT = "bits = draw(drop, slots, round + 1, left, CONSUMER, BUILD)"
 # name -> (replacements, problem, tile)
 MUTANTS = {
-    "nothing is dropped": (only("    p = dropped(p, bits, BUILD)\n"), PLAIN, LAZY),
-    "rows of the other consumer": (only("ROW) + CONSUMER * ROWS\n        start", "ROW)\n        start"), PLAIN, LAZY),
-    "keys of the tile behind": (only(LOOP, LOOP.replace("- 1 - j", "- j")), PLAIN, LAZY),
-    "draws of the tile before": (only("                " + LOOP + "\n", "                pass\n"), PLAIN, LAZY),
-    "keys without the first": (only("quad = (start + key_tile", "quad = (key_tile"), NARROW, LAZY),
-    "the next row tile's first draws of this one": (only(NEXT, NEXT.replace("round + 1", "round")), PLAIN, STATIC),
-    "the key tile counted from the end": (only(NEXT, NEXT.replace("left", "done")), PLAIN, STATIC),
+    "nothing is dropped": (only("    p = dropped(p, drop, own, CONSUMER, BUILD)\n"), PLAIN, LAZY),
+    "rows of the other consumer": (only("ROW) + CONSUMER * ROWS\n        call", "ROW)\n        call"), PLAIN, LAZY),
+    "keys of the tile behind": (only("(slots, round, turns - j), round", "(slots, round, turns - j + 1), round"), PLAIN, LAZY),
+    "draws of the next tile": (only("(slots, round, turns - j), round", "(slots, round, turns - 1 - j), round"), PLAIN, LAZY),
+    "keys without the first": (only("call = (told(slots, round, SLOTS, START) + key", "call = (key"), NARROW, LAZY),
+    "the last tile of the next rows": (only("(slots, round, 0), round", "(slots, round + 1, 0), round"), PLAIN, STATIC),
+    "the last tile counted from the end": (only("(slots, round, 0), round", "(slots, round, turns - 1), round"), PLAIN, STATIC),
     "every sequence alike": (only("slots, round, SLOTS, SEQUENCE)", "slots, round, SLOTS, SEQUENCE) * 0"), PACKED, LAZY),
     "packed sequences alike": (only("own + (b + sequence,)", "own + (b,)"), PACKED, LAZY),
     "sequences alike but when packed": (only("own + (b + sequence,)", "own + (sequence,)"), PLAIN, LAZY),
     "heads of a group alike": (only("SLOTS, HEAD), told", "SLOTS, HEAD) // BUILD.GROUP, told"), PLAIN, LAZY),
     "half of the seed": (only("uniform((seed >> 32).to(gl.int32))", "uniform(seed.to(gl.int32))"), PLAIN, LAZY),
-    "half of the odds": (only("below * 2, factor", "below, factor"), PLAIN, LAZY),
+    "half of the odds": (only("below * 0x10001, factor", "(below >> 1) * 0x10001, factor"), PLAIN, LAZY),
     "the factor left out": (only("        inverse = inverse * drop[3]\n", "        pass\n"), PLAIN, LAZY),
     "one field too few": (only("SEQUENCE = gl.constexpr(14)", "SEQUENCE = gl.constexpr(13)"), PACKED, LAZY),
 }  # fmt: skip

@@ -33,12 +33,9 @@ KERNEL_MUTANTS = {
     "a broadcast bias with strides": (LAUNCH, "0 if size == 1 else stride for", "stride for", 1),
 }
 DROPOUT_MUTANTS = {
-    "words of a draw in the wrong order": (
-        DROPOUT,
-        "tl.join(tl.join(a, c), tl.join(b, d))",
-        "tl.join(tl.join(a, b), tl.join(c, d))",
-        1,
-    ),
+    "words of a draw in the wrong order": (DROPOUT, "tl.join(a, b), tl.join(c, d)", "tl.join(b, a), tl.join(d, c)", 1),
+    "the second half of 32 keys is as the first": (DROPOUT, "col % 32 == 0, tl", "col % 16 == 0, tl", 1),
+    "halves of a word in the wrong order": (DROPOUT, "tl.join(low, high), [BLOCK_M", "tl.join(high, low), [BLOCK_M", 1),
     "every head drops the same": (BACKWARD, "kept(drop, first_head + member, row", "kept(drop, first_head, row", 1),
     "dropped weights left out of the sum": (
         FORWARD,

@@ -1,7 +1,8 @@
 """Which weights dropout keeps, in torch: the generator of `kernels/triton/dropout.py`, in 64-bit integers. On the CPU, and of
 second order on any device.
 
-    draw_ij = word j % 4 of Philox4x32-7(counter = (j // 4, i, head, sequence), key = seed),  kept iff draw_ij // 2 >= p 2^31
+    draw_ij = half j % 2 of word j // 8 % 4 of Philox4x32-7(counter = (i, 4 (j // 32) + j % 8 // 2, head, sequence), key = seed)
+    kept iff draw_ij % 2^15 >= p 2^15
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), section 4.3.
 """
@@ -45,9 +46,10 @@ class Dropout(NamedTuple):
     def kept(self, rows: slice, cols: slice) -> torch.Tensor:
         """Boolean `[b, Hk, G, rows, cols]`."""
         start, stop = cols.start + self.first_col, cols.stop + self.first_col
-        first = start // 4
-        quads = torch.arange(first, -(-stop // 4), device=self.heads.device)
+        first = start // 32
+        calls = torch.arange(4 * first, 4 * -(-stop // 32), device=self.heads.device)
         i = torch.arange(rows.start + self.first_row, rows.stop + self.first_row, device=self.heads.device).unsqueeze(1)
-        words = philox((quads, i, self.heads, self.sequences), self.seed)
-        draws = torch.stack(words, -1).flatten(-2)  # [b, Hk, G, rows, 4 * quads]
-        return (draws >> 1)[..., start - 4 * first : stop - 4 * first] >= self.below
+        words = torch.stack(philox((i, calls, self.heads, self.sequences), self.seed), -1)  # [b, Hk, G, rows, calls, 4]
+        words = words.unflatten(-2, (-1, 4)).transpose(-1, -2)  # a call's words are 8 keys apart
+        draws = torch.stack((words & 0x7FFF, words >> 16 & 0x7FFF), -1).flatten(-4)
+        return draws[..., start - 32 * first : stop - 32 * first] >= self.below

@@ -140,7 +140,7 @@ class Scores(NamedTuple):
             self._pairs(s).masked_fill_(of_tile(self.bias, block, cols) == -torch.inf, -torch.inf)
 
     def drop(self, weights: torch.Tensor, block: RowBlock, cols: slice) -> torch.Tensor:
-        """Weights of a tile, in place: 0 where dropped, else times 1 / (1 - p)."""
+        """Weights of a tile, in place: 0 where dropped, else times dropout's factor."""
         if self.dropout is not None:
             kept = self.dropout.kept(slice(block.row, block.row + block.rows), cols)
             self._pairs(weights).mul_(kept.to(weights.dtype).mul_(self.dropout.factor))
@@ -169,8 +169,7 @@ _ALL = (slice(None),) * 3
 
 def _dropout(problem, operands, sequence: int, rows, cols) -> Dropout:
     first = (_first(problem, operands, sequence, rows, 0), _first(problem, operands, sequence, cols, 1))
-    factor = 1.0 / (1.0 - problem.dropout)
-    return Dropout(int(operands.seed), problem.drop_below, factor, *_numbered(problem, sequence, rows), *first)
+    return Dropout(int(operands.seed), problem.drop_below, problem.drop_factor, *_numbered(problem, sequence, rows), *first)
 
 
 def _mod(problem, operands, sequence: int, rows, cols, compute: torch.dtype) -> Mod:

@@ -25,14 +25,14 @@ def given(operands: Operands) -> tuple[Optional[torch.Tensor], ...]:
 
 def given_numbers(problem: Problem, operands: Operands) -> tuple:
     """Strides (batch, head, query, key) of the bias and of the mask, 0 where they are broadcast, and the odds of dropout: what
-    a draw of 31 bits is compared with, and the factor of what is kept. None for what is not there."""
+    a draw of 15 bits is compared with, and the factor of what is kept. None for what is not there."""
     for name, tensor in (("bias", operands.bias), ("mask", operands.mask)):
         if tensor is not None and max(_pair_strides(tensor)[2:]) >= MOST_APART:  # type: ignore[index]
             raise ProblemError(
                 f"{name}: neighbouring queries and keys must be less than {MOST_APART} elements apart; got strides "
                 f"{tensor.stride()}. Call {name}.contiguous()."
             )
-    odds = (problem.drop_below, 1.0 / (1.0 - problem.dropout)) if problem.dropout else None
+    odds = (problem.drop_below, problem.drop_factor) if problem.dropout else None
     return _pair_strides(operands.bias), _pair_strides(operands.mask), odds
 
 

@@ -26,6 +26,7 @@ from rowmax.problem import Problem
 ROWS = 64  # of a consumer
 SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 1024  # bytes, and more than are needed
+MOST_DROPPED = 0x7C00  # of 2^15 draws: as fp16, infinity
 LEAST_QUERIES = 384  # that make up for its longer begin
 SCHEDULES = ("static", "dynamic")
 _SPELLING = re.compile(
@@ -136,6 +137,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return "computes soft-caps, ALiBi, sink logits, a bias, a mask and dropout, but no score_mod"
     if problem.dropout and (problem.pairs or direction == "backward"):
         return "its backward computes no dropout" if direction == "backward" else "computes no dropout beside a bias or a mask"
+    if problem.drop_below > MOST_DROPPED:
+        return f"compares draws of dropout as fp16, up to {MOST_DROPPED / 2**15}; {problem.dropout:g} is more"
     if problem.pairs and (reason := _refuses_pairs(problem)):
         return reason
     if problem.softcap and not _CAP_FACTORS[0] <= cap_factor(problem)[1] <= _CAP_FACTORS[1]:

@@ -247,7 +247,7 @@ class _Gradients(NamedTuple):
             scores = scores + piece.bias
         p = torch.where(seen, torch.exp(scores - truth.lse.unsqueeze(-1)), 0.0)
         row = (d_out * truth.out).sum(-1).abs() + (d_out.abs() * truth.terms).sum(-1) + d_lse.T.abs()
-        z = 1.0 if piece.kept is None else piece.kept.double() / (1 - problem.dropout)  # dropout's factor
+        z = 1.0 if piece.kept is None else piece.kept.double() * reference.dropout_factor(problem.dropout)
         ones = seen.double().expand_as(p)
         sizes = ones * (torch.einsum("ihd,jhd->hij", d_out, v).abs() * z + row.T.unsqueeze(-1))
         flat = p * sizes

@@ -53,7 +53,7 @@ from rowmax.kernels.gluon.build import (
     START,
     TURNS,
 )
-from rowmax.kernels.gluon.dropout import draw, dropped, dropping
+from rowmax.kernels.gluon.dropout import dropped, dropping
 from rowmax.kernels.gluon.given import LARGEST, take_given
 from rowmax.kernels.gluon.index import hide
 from rowmax.kernels.gluon.layouts import column_layout, out_layout, row_layout, score_layout, weight_layout
@@ -112,7 +112,7 @@ def _place(slots, round, key_tile, work, CONSUMER: gl.constexpr, BUILD: gl.const
 
 @gluon.jit
 def _softmax(
-    s, bits, m, l, slots, round, key_tile, turn, full, work, band, scale_log2, cap, buffers, rings,
+    s, m, l, slots, round, key_tile, turn, full, work, band, scale_log2, cap, buffers, rings,
     FIRST: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """`(p, m, l, alpha)`, p as the first factor of P V. `full`: key tiles from one to below the other need no mask."""
@@ -151,7 +151,6 @@ def _softmax(
         p, m, l, alpha = capped_step(s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, EMPTY, BUILD.LAZY)
     else:
         p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST, EMPTY, BUILD.LAZY)
-    p = dropped(p, bits, BUILD)
     return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
 
@@ -176,13 +175,19 @@ def _skip(slots, round, turns, turn, work, rings, CONSUMER: gl.constexpr, BUILD:
 
 
 @gluon.jit
-def _products(acc, p, alpha, round, turn, v_turn, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
-    """`(s, acc)`: Q K^T of the key tile of `turn`, then P V of that of `v_turn`, both issued and not awaited."""
+def _products(
+    acc, p, alpha, drop, own, round, turn, v_turn, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+):  # fmt: skip
+    """`(s, acc)`: Q K^T of the key tile of `turn`, then P V of that of `v_turn`, both issued and not awaited.
+
+    own: what `dropped` takes of the second, whose draws are made while the first one is computed.
+    """
     q_buffers, _k_buffers, v_buffers, _o_buffers, _q2_buffers, _k2_buffers, _given_buffers = buffers
     _q_ring, _k_ring, v_ring, _given_ring = rings
     if BUILD.PINGPONG:
         take_turn(CONSUMER)
     s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
+    p = dropped(p, drop, own, CONSUMER, BUILD)
     wait_full(v_ring, v_turn, BUILD.STAGES)
     if BUILD.LAZY:
         factor = gl.expand_dims(gl.convert_layout(alpha, row_layout(acc.type.layout)), 1)
@@ -314,14 +319,13 @@ def _consumer(
         s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
         if BUILD.PINGPONG:
             give_turn(CONSUMER, BUILD.CONSUMERS)
-        bits = draw(drop, slots, round, turns - 1 - done, CONSUMER, BUILD)
         s = warpgroup_mma_wait(0, deps=[s])
         release(k_ring, turn, BUILD.STAGES)
         m = gl.full([ROWS], float("-inf"), gl.float32, row_layout(score_layout(BUILD.BLOCK_N)))
         full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
         left = turns - 1 - done
         p, m, l, alpha = _softmax(
-            s, bits, m, m, slots, round, left, turn, full, work, band, scale_log2, cap, buffers, rings, True, CONSUMER, BUILD
+            s, m, m, slots, round, left, turn, full, work, band, scale_log2, cap, buffers, rings, True, CONSUMER, BUILD
         )
         turn += 1
         wait_full(k_ring, turn, BUILD.STAGES, left > 0)
@@ -329,15 +333,16 @@ def _consumer(
             acc = gl.zeros([ROWS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
             full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
             for j in range(1 + done, turns):
-                s, acc = _products(acc, p, alpha, round, turn, turn - 1, buffers, rings, CONSUMER, BUILD)
-                bits = draw(drop, slots, round, turns - 1 - j, CONSUMER, BUILD)
+                s, acc = _products(
+                    acc, p, alpha, drop, (slots, round, turns - j), round, turn, turn - 1, buffers, rings, CONSUMER, BUILD
+                )
                 s = warpgroup_mma_wait(1, deps=[s])
                 release(k_ring, turn, BUILD.STAGES)
                 if BUILD.Q_STAGES == 1:  # the next Q has no other place: make room as soon as this one was used
                     if j + 1 == turns:
                         release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
                 p, m, l, alpha = _softmax(
-                    s, bits, m, l, slots, round, turns - 1 - j, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, m, l, slots, round, turns - 1 - j, turn, full, work, band, scale_log2, cap, buffers, rings,
                     False, CONSUMER, BUILD,
                 )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, j + 1 < turns)
@@ -355,13 +360,12 @@ def _consumer(
             done = _skip(slots, round + 1, turns, turn, work, rings, CONSUMER, BUILD)
             turn += done
             wait_full(k_ring, turn, BUILD.STAGES, turns > 0)
-            s, acc = _products(acc, p, alpha, round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)
+            s, acc = _products(acc, p, alpha, drop, (slots, round, 0), round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)
             if BUILD.Q_STAGES > 1:
                 release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
             o_buffer = o_buffers.index(CONSUMER)
             full = (told(slots, round + 1, SLOTS, FULL), told(slots, round + 1, SLOTS, FULL_END))
             left = turns - 1 - done
-            bits = draw(drop, slots, round + 1, left, CONSUMER, BUILD)
             if BUILD.CONSUMERS == 3:  # the softmax afterwards: both at once would take too many registers
                 inverse, far = _close(m, l, drop, slots, round, scale_log2, work, out, CONSUMER, BUILD)
                 s, acc = warpgroup_mma_wait(0, deps=[s, acc])
@@ -369,7 +373,7 @@ def _consumer(
                 release(v_ring, v_turn, BUILD.STAGES)
                 _store(acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER, BUILD)
                 p, m, l, alpha = _softmax(
-                    s, bits, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
                     True, CONSUMER, BUILD,
                 )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
@@ -379,7 +383,7 @@ def _consumer(
                 old_m = m
                 old_l = l
                 p, m, l, alpha = _softmax(
-                    s, bits, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
                     True, CONSUMER, BUILD,
                 )  # fmt: skip
                 inverse, far = _close(old_m, old_l, drop, slots, round, scale_log2, work, out, CONSUMER, BUILD)

@@ -23,7 +23,7 @@ def guard_kernel(
     seed_ptr,  # int64 [1]; None: no dropout
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
-    odds,  # of dropout: (p 2^31, 1 / (1 - p))
+    odds,  # of dropout: (p 2^15, 1 / (1 - p))
     scale_log2, cap, band, batch, heads, tiles, total, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr, PER_SEQUENCE: tl.constexpr,

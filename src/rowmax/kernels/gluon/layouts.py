@@ -79,19 +79,6 @@ def last_layout(layout):
     return gl.SliceLayout(0, gl.SliceLayout(1, layout))
 
 
-@gluon.constexpr_function
-def keep_layout():
-    """`[64, 4]`: a number for each row and each of the four threads that have it in `score_layout`."""
-    lanes, warps = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout([[8, 0]], lanes, warps, [], [64, 4])
-
-
-@gluon.constexpr_function
-def kept_layout(layout):
-    """The same, of a tile `[rows, columns / 8, 4, 2]`: converting from one to the other moves nothing."""
-    return gl.SliceLayout(1, gl.SliceLayout(3, layout))
-
-
 # ---- backward --------------------------------------------------------------------------------------------------------------
 
 

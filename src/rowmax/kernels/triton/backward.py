@@ -156,7 +156,7 @@ def query_kernel(
     numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
     q_strides, k_strides, v_strides, do_strides, dq_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
-    odds,  # of dropout: (p 2^31, 1 / (1 - p))
+    odds,  # of dropout: (p 2^15, 1 / (1 - p))
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -355,7 +355,7 @@ def key_kernel(
     numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
-    odds,  # of dropout: (p 2^31, 1 / (1 - p))
+    odds,  # of dropout: (p 2^15, 1 / (1 - p))
     scale, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, STAGES: tl.constexpr,

@@ -116,7 +116,7 @@ def forward_kernel(
     numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
     q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
     bias_strides, mask_strides,  # (batch, head, query, key)
-    odds,  # of dropout: (p 2^31, 1 / (1 - p))
+    odds,  # of dropout: (p 2^15, 1 / (1 - p))
     scale_log2, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
