@@ -5,6 +5,8 @@ Each is aimed at one wait, one release, one number or one step of the arithmetic
 
 STATIC, DYNAMIC, QUEUE = "128x32 s2 q1 pingpong static", "128x32 s2 q2 pingpong dynamic g1", "128x64 s3 q1 dynamic g1"
 LAZY = "128x32 s2 q1 pingpong lazy static"
+STEADY, STEADY_SKIPS = LAZY.replace("lazy", "steady"), "128x64 s2 q1 pingpong steady dynamic"
+STEADY_THREE = "192x64 s3 q2 steady dynamic g1"
 THREE, ONE = "192x64 s2 q2 pingpong static", "64x32 s2 q1 static"
 SKIPS, SKIPS_THREE = "128x64 s2 q1 pingpong lazy dynamic", "192x64 s3 q2 lazy dynamic g1"
 SKIPS_STATIC, SKIPS_WIDE = "128x64 s3 q2 static", "192x128 s2 q1 lazy dynamic"
@@ -39,13 +41,13 @@ FREE_FIRST_K = "        release(k_ring, turn, BUILD.STAGES)\n"
 FREE_K, FREE_V = "        " + FREE_FIRST_K, "                release(v_ring, turn - 1, BUILD.STAGES)\n"
 FREE_LAST_V = "                release(v_ring, v_turn, BUILD.STAGES)\n"
 FIRST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
-LOOP, ELSE = "turn, turn - 1, buffers, rings, CONSUMER, BUILD)\n", "            else:\n"
-LOOP += "                bits = draw(drop, slots, round, turns - 1 - j, CONSUMER, BUILD)\n"
+LOOP, ELSE = "turn, turn - 1, buffers, rings, CONSUMER, BUILD\n                )\n", "            else:\n"
+LOOP += "                m, l, alpha = settle(m, l, alpha, BUILD.STEADY)\n"
 WAIT_S = "                s = warpgroup_mma_wait(1, deps=[s])\n"
 BOTH = "                s, acc = warpgroup_mma_wait(0, deps=[s, acc])\n"
 ACC = "                acc = warpgroup_mma_wait(0, deps=[acc])\n"
 CLOSE = "                inverse, far = _close(old_m, old_l,"
-LAST_PRODUCTS = "            s, acc = _products(acc, p, alpha, round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)\n"
+LAST_PRODUCTS = "(slots, round, 0), round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)\n"
 SKIP_TURN = """            if BUILD.PINGPONG:
                 take_turn(CONSUMER)
                 give_turn(CONSUMER, BUILD.CONSUMERS)
@@ -55,7 +57,7 @@ SKIP_V = "            wait_full(v_ring, turn + i, BUILD.STAGES)\n", "           
 TO_FILL, TO_PUBLISH = "phase_of(turn, STAGES) ^ 1)\n    if SECOND", "phase_of(turn, STAGES) ^ 1)\n    zero"
 NUMBERS = "turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k"
 EDGES = "(key_tile < first) | (key_tile >= end)"
-AT_NEXT = "old_l = l\n                p, m, l, alpha = _softmax(\n                    s, bits, m, l, slots, round + 1, left,"
+AT_NEXT = "old_l = l\n                p, m, l, alpha = _softmax(\n                    s, m, l, alpha, slots, round + 1, left,"
 VISIBLE = "seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own"
 FLAG = "flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS"
 FLAG_PACKED = "flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS"
@@ -161,14 +163,14 @@ MUTANTS = {
         STATIC,
     ),
     "Q of this tile for the next": (
-        only("p, alpha, round + 1, turn, v_turn", "p, alpha, round, turn, v_turn"),
+        only("(slots, round, 0), round + 1, turn", "(slots, round, 0), round, turn"),
         CAUSAL,
         DYNAMIC,
     ),
     "Q of the other consumer": (
         only(
-            "buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)\n    wait",
-            "buffer_of(round, BUILD.Q_STAGES, 0, BUILD.CONSUMERS), buffers, turn, BUILD)\n    wait",
+            "buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)\n    p =",
+            "buffer_of(round, BUILD.Q_STAGES, 0, BUILD.CONSUMERS), buffers, turn, BUILD)\n    p =",
         ),
         CAUSAL,
         STATIC,
@@ -228,7 +230,7 @@ MUTANTS = {
     "K of another sequence": (only("told(slots, round, SLOTS, BEGIN_K) + "), PACKED, QUEUE),
     "Q of another sequence": (only("told(slots, round, SLOTS, BEGIN_Q) + "), PACKED, QUEUE),
     "K from the first key on": (only("SLOTS, BEGIN_K) + told(slots, round, SLOTS, START)", "SLOTS, BEGIN_K)"), WIDE, STATIC),
-    "columns from 0 on": (only("told(slots, round, SLOTS, START) + key_tile", "key_tile"), WIDE, STATIC),
+    "columns from 0 on": (only("col = told(slots, round, SLOTS, START) + key_tile", "col = key_tile"), WIDE, STATIC),
     "rows of the first consumer": (
         only("SLOTS, ROW) + CONSUMER * ROWS\n            col", "SLOTS, ROW)\n            col"),
         CAUSAL,
@@ -330,15 +332,19 @@ MUTANTS = {
     "row sum not scaled": (only("l * gl.expand_dims(own, 1) + thread", "l + thread"), CAUSAL, STATIC),
     "row sum of one thread": (only("l = gl.convert_layout(gl.sum(l, 1)", "l = gl.convert_layout(gl.max(l, 1)"), CAUSAL, STATIC),
     "maximum of the tile alone": (only("m_new = gl.maximum(m, m_new)", "m_new = m_new + 0"), STEEP, STATIC),
-    "no finite pivot": (only('pivot = gl.where(m_new == float("-inf"), 0.0, pivot)', "pivot = pivot + 0"), FEW_KEYS, STATIC),
+    "no finite pivot": (
+        only('pivot = gl.where(m_new == float("-inf"), 0.0, pivot)\n    p = gl.exp2(s *', "pass\n    p = gl.exp2(s *"),
+        FEW_KEYS,
+        STATIC,
+    ),
     "a negative scale applied late": (only("        s = s * scale_log2\n", "        pass\n"), NEGATIVE, STATIC),
     "a negative scale applied twice": (
-        only("1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST", "scale_log2, FIRST"),
+        only("unit = 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2\n    if", "unit = scale_log2\n    if"),
         NEGATIVE,
         STATIC,
     ),
     "a negative scale in the LSE": (
-        only("finish(m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)", "finish(m, l, scale_log2)"),
+        only("finish(m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP or BUILD.STEADY else scale_log2)", "finish(m, l, scale_log2)"),
         NEGATIVE,
         STATIC,
     ),
@@ -427,5 +433,10 @@ MUTANTS = {
     "flag not told": (only(NUMBERS, NUMBERS.replace("flag", "row")), NAN_HEADS, STATIC, "nan(v)"),
     "a mark at every row": (only("1, mask=bad & gl", "1, mask=gl"), CAUSAL, STATIC),
     "NaN not noticed": (only("bad = total != total", "bad = total > total"), NAN, QUEUE, "nan(v)"),
-    "far rows not noticed": (only("> 16777216.0)", "> 1e30)"), RAGGED, STATIC, "constant(133120)"),
+    "far rows not noticed": (
+        only("(gl.abs(top * scale_log2) > 16777216.0)", "(gl.abs(top * scale_log2) > 1e30)"),
+        RAGGED,
+        STATIC,
+        "constant(133120)",
+    ),
 }

@@ -409,7 +409,22 @@ def language(machine: Machine, program: int, programs: int) -> dict:
         wait=wait,
         arrive=arrive,
     )
-    names = ("score", "out", "weight", "row", "column", "axis", "number", "slot", "given", "pair", "last", "keep", "kept")
+    names = (
+        "score",
+        "out",
+        "weight",
+        "row",
+        "column",
+        "axis",
+        "number",
+        "slot",
+        "given",
+        "pair",
+        "last",
+        "keep",
+        "kept",
+        "thread",
+    )
     return {
         "gl": gl,
         "tl": gl,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rowmax.cpu.dropout import philox
-from rowmax.kernels.gluon import backward_names, given, names, scores
+from rowmax.kernels.gluon import backward_names, given, names, scores, softmax
 
 
 def exp2(x):
@@ -20,13 +20,15 @@ def exp2(x):
 
 
 def _of_warps(x):
-    """For each row, the largest x of the 16 rows of its warp."""
-    return x.view(-1, 16).amax(1, keepdim=True).expand(-1, 16).reshape(x.shape)
+    """For each number, the largest x of the 16 rows of its warp; NaN is larger than others."""
+    return x.reshape(len(x) // 16, -1).amax(1).repeat_interleave(16).view(-1, 1).expand(x.shape)
 
 
-def _odd(s, unit, c1, c2, c3, c4):
-    y = s * s
-    return s * ((((c4 * y + c3) * y + c2) * y + c1) * y + unit)
+def _odd(s, unit, factors):
+    y, q = s * s, factors[-1]
+    for factor in (*reversed(factors[:-1]), unit):
+        q = q * y + factor
+    return s * q
 
 
 def _towards_zero(x, factor, number):
@@ -45,6 +47,14 @@ def _keep(p, rows, call, head, sequence, low, high, least, columns):
     draws = torch.where(column % 2 == 0, words, words >> 16) & 0x7FFF
     first = 8 * (int(call) & 3)  # of a tile of 16
     return torch.where(draws[:, first : first + columns] >= int(least) & 0xFFFF, p, torch.zeros_like(p))
+
+
+def _settled(l, m, bound):
+    """Of rows `[64, 4]`: all of a quad alike."""
+    top = torch.where(l.isnan(), 0.0, l).amax(1, keepdim=True).expand(l.shape)
+    k = torch.where(top > bound, (torch.frexp(top.clamp(max=2.0**126)).exponent - 1).float(), 0.0)
+    alpha = torch.exp2(-k)
+    return l * alpha, m + k, alpha
 
 
 def _capped_weights(z, lse, unit, far, dtype, count):
@@ -71,15 +81,21 @@ def _add_bias(x, bias):
 
 NAMES = {
     "LOWEST": backward_names.HIDDEN,
+    "SETTLED": softmax.SETTLED.value,
     "capped_weights": _capped_weights,
     "add_bias": _add_bias,
-    **{name: getattr(scores, name).value for name in ("BOUND", "LEAST", "C1", "C2", "C3", "C4")},
+    **{
+        name: getattr(scores, name).value
+        for name in ("BOUND", "SHORT_BOUND", "LEAST", "C1", "C2", "C3", "C4", "SHORT1", "SHORT2")
+    },
     **{name: getattr(given, name).value for name in ("LOG2E", "LARGEST")},
-    "any_above": lambda x, bound: (_of_warps(x) > bound).float(),
+    "any_above": lambda x, bound: (~(_of_warps(x) <= bound)).float(),
     "warp_where": lambda wanted, x, other: torch.where(wanted != 0, torch.tensor(other), torch.as_tensor(x)),
     "tanh_where": lambda x, wanted, factor, count: torch.where(wanted != 0, torch.tanh(x * factor) / factor, x),
     "odd": _odd,
     "exp2_of_odd": lambda *given: exp2(_odd(*given[:-1]) - given[-1]),
+    "settled": _settled,
+    "sum_of_sizes": lambda a, b: (a.abs() + b.abs()).view(torch.int32),
     "add_product": _towards_zero,
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
     "as_number": lambda bits: bits.view(torch.float32),
@@ -107,7 +123,15 @@ _OPERATIONS = {
     "copysign": lambda sign, size: np.copysign(size, sign),
     "selp": lambda a, b, condition: a if condition else b,
     "or": lambda a, b: a or b,
-    "setp.gt": lambda a, b: a > b,
+    "max": lambda a, b: a if b != b else b if a != a else max(a, b),
+    "min.u32": min,
+    "sub.u32": lambda a, b: a - b,
+    "shr.u32": lambda a, b: int(np.float32(a).view(np.uint32)) >> b,
+    "shl.b32": lambda a, b: np.uint32(a << b).view(np.float32),
+    "cvt.rn.f32.s32": np.float32,
+    "shfl": lambda a, *_: a,  # of one thread
+    "setp.gt.f32": lambda a, b: a > b,
+    "setp.gtu": lambda a, b: not a <= b,
     "setp.lt": lambda a, b: a < b,
     "setp.neu": lambda a, b: a != b,
     "setp.equ": lambda a, b: not (a < b or a > b),
@@ -116,9 +140,9 @@ _OPERATIONS = {
 
 
 def ptx(name: str, *arguments, source=names, **options) -> np.ndarray:
-    """What a function of `names.py` writes, run on `pack` elements for each argument (a number stands for as many).
+    """What a function of `names.py` writes, run on `pack` elements for each argument, or each of a tuple (or as many numbers).
 
-    `source`: another module with such functions. Of two results, the first one in halves of registers: both.
+    `source`: another module with such functions. Of several results, all: of two with the first in halves of registers, too.
     """
     written: dict = {}
 
@@ -126,24 +150,25 @@ def ptx(name: str, *arguments, source=names, **options) -> np.ndarray:
         written.update(code=code, constraints=constraints.split(","), pack=pack)
 
     whole = source.gl
-    source.gl = SimpleNamespace(inline_asm_elementwise=asm, float32=None, bfloat16=None)
+    source.gl = SimpleNamespace(inline_asm_elementwise=asm, float32=None, bfloat16=None, int32=None)
     try:
         getattr(source, name).__wrapped__(*arguments, **options, _semantic=object())
     finally:
         source.gl = whole
     pack, outputs = written["pack"], sum(constraint[0] == "=" for constraint in written["constraints"])
-    tensors = [a for a in arguments if isinstance(a, np.ndarray)]
+    flat = [one for a in arguments for one in (a if isinstance(a, tuple) else (a,))]
     count = (len(written["constraints"]) - outputs) // pack
-    given = [np.broadcast_to(np.float32(a), (pack,)) for a in arguments[:count]]
-    assert tensors
+    given = [np.broadcast_to(np.float32(a), (pack,)) for a in flat[:count]]
+    assert any(isinstance(a, np.ndarray) for a in flat)
     registers = {f"${outputs + i}": value for i, value in enumerate(np.concatenate(given))}
     for i, constraint in enumerate(written["constraints"][outputs:]):
         if constraint.isdigit():  # an input that lies where an output will
             registers[f"${constraint}"] = registers[f"${outputs + i}"]
     _run(written["code"], registers)
     found = np.array([registers[f"${i}"] for i in range(outputs - pack, outputs)], np.float32)
-    if outputs == pack:
-        return found
+    if outputs % pack == 0:
+        every = np.array([registers[f"${i}"] for i in range(outputs)], np.float32).reshape(-1, pack)
+        return found if outputs == pack else every
     halves = [number for i in range(outputs - pack) for number in registers[f"${i}"]]
     return np.stack([np.array(halves, np.float32), found])
 
@@ -180,4 +205,4 @@ def _run(code: str, registers: dict) -> None:
 def _value(word: str, registers: dict):
     if word.startswith("0f"):
         return np.float32(struct.unpack(">f", bytes.fromhex(word[2:]))[0])
-    return 0 if word.startswith("0x") else registers[word]
+    return 0 if word.startswith("0x") else int(word) if word.isdigit() else registers[word]

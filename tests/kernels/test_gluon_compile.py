@@ -30,6 +30,7 @@ BUILDS = {
         *[("d64 bf16 packed", ""), ("d64 fp16 causal scale=-0.1", ""), ("d24/40 bf16 window(9,inf) packed", "")],
         ("d64 bf16 causal", "128x128 s2 q1 pingpong static"),
         ("d64 bf16 packed softcap=30.0 alibi(batch) sink", ""),
+        ("d64 bf16 causal", "192x128 s3 q2 pingpong steady dynamic g16"),
         ("d64 bf16 causal bias(hqk)", ""),
         ("d64 fp16 packed window(256,9) dropout=0.1", ""),
     ],
@@ -43,17 +44,20 @@ BUILDS = {
             ("d128 bf16 causal softcap=50.0", ""),
             ("d128 bf16 causal alibi", ""),
             ("d128 bf16 causal bias(hqk)", ""),
-            ("d128 fp16 mask(bhqk) sink", ""),
+            ("d128 fp16 mask(bhqk) softcap=20.0 sink", ""),
             ("d128 bf16 causal bias(bk,fp32)", ""),
             ("d128 bf16 causal dropout=0.1", ""),
         ],
         *[("d128 bf16 causal", "128x128 s2 q2 pingpong dynamic g8"), ("d128 fp16 causal", "64x128 s2 q2 lazy static")],
+        ("d128 bf16 causal", "128x128 s2 q2 pingpong steady dynamic g8"),
+        ("d128 bf16 causal softcap=50.0", "128x128 s2 q2 steady dynamic g8"),
     ],
     "256": [
         *[("d256 bf16", ""), ("d256 bf16 causal", ""), ("d256 fp16 window(256,9)", ""), ("d256 bf16 causal packed", "")],
         *[("d192/128 bf16 causal", ""), ("d192/128 bf16", ""), ("d192 bf16", ""), ("d192/128 fp16 causal packed", "")],
         *[("d256 bf16 causal bias(hqk)", ""), ("d192/128 bf16 window(256,9) mask(bk)", "")],
         ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"),
+        ("d256 bf16 causal", "128x64 s2 q1 pingpong steady dynamic g32"),
     ],
 }
 # Bytes of stack, for numbers of a tile that lie there while its inner loop runs; of all others none.
@@ -61,12 +65,15 @@ STACK = {
     ("d64 fp16 window(256,9)", ""): 32,
     ("d64 bf16 causal packed", ""): 8,
     ("d24/40 bf16 window(9,inf) packed", ""): 8,
-    ("d128 bf16 causal softcap=50.0", ""): 32,
+    ("d128 bf16 causal softcap=50.0", ""): 16,
+    ("d128 bf16 causal softcap=50.0", "128x128 s2 q2 steady dynamic g8"): 16,
+    ("d128 fp16 mask(bhqk) softcap=20.0 sink", ""): 16,
     ("d256 bf16", ""): 16,
     ("d256 bf16 causal", ""): 24,
     ("d256 fp16 window(256,9)", ""): 24,
     ("d256 bf16 causal packed", ""): 24,
     ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"): 32,
+    ("d256 bf16 causal", "128x64 s2 q1 pingpong steady dynamic g32"): 24,
 }
 MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: twenty times as many when its products wait for each other
 
@@ -98,6 +105,10 @@ def test_machine_code(dim, tmp_path):
         for loop in facts["loops"]:
             assert loop["exponentials"] >= facts["block_n"] // 2, f"P V is awaited before the exponentials: {facts}"
             assert loop["scaled"] >= facts["block_dv"] // 2, f"the accumulator is not scaled between the two products: {facts}"
+            if facts["steady"]:
+                assert loop["maxima"] <= 4, f"more maxima than those of a quad's sums: {facts}"
+            if "softcap" in facts["problem"]:
+                assert loop["of three"] >= facts["block_n"] // 8 - 2, f"not three sizes at once are compared: {facts}"
             assert loop["spills"] == 0, f"registers spill in a loop: {facts}"
             unpacked = facts["block_n"] // 4 if re.search(r"bias|mask", facts["problem"]) else 0  # two numbers each
             assert loop["permutes"] <= unpacked, f"P is packed anew: {facts}"
@@ -147,6 +158,8 @@ def _loop(code: list) -> dict:
         "exponentials": sum(name.startswith("MUFU.EX2") for name in names[waits[0] : waits[-1]]),
         "spills": sum(name.startswith(("STL", "LDL")) for name in names),
         "permutes": names.count("PRMT"),
+        "maxima": names.count("FMNMX"),
+        "of three": names.count("VIMNMX3"),
     }
 
 
@@ -214,7 +227,10 @@ def main(*builds: str) -> None:
                 "consumers": tile.consumers,
                 "block_n": tile.block_n,
             }
-            print(json.dumps({**said, "block_dv": padded_dims(problem)[-1], **read(call)}), flush=True)
+            fixed = calls[-2].numbers[-1]
+            steady = fixed.STEADY.value and not fixed.BANDED.value and not problem.softcap
+            said.update(block_dv=padded_dims(problem)[-1], steady=steady)
+            print(json.dumps({**said, **read(call)}), flush=True)
 
 
 if __name__ == "__main__":

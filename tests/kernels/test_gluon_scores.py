@@ -14,13 +14,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import simulate
 import simulate_backward
-from gluon_mutants import DYNAMIC, LAZY, QUEUE, SKIPS, STATIC, only
+from gluon_mutants import DYNAMIC, LAZY, QUEUE, SKIPS, STATIC, STEADY, STEADY_SKIPS, STEADY_THREE, only
 from simulate_scores import ptx
 from test_gluon_simulation import fails
 
 from rowmax.kernels import hopper_backward, launch, scored_launch
 from rowmax.kernels.backward_launch import hopper_backward_calls
-from rowmax.kernels.gluon.names import NEAR, TANH
+from rowmax.kernels.gluon.names import NEAR, NEARER, TANH, TANH_SHORT
 from rowmax.plan.hopper import HopperTile
 from rowmax.plan.hopper_backward import HopperBackwardTile
 
@@ -42,6 +42,11 @@ CASES = [
     ("b1 h2 q192 k192 d64 bf16 causal alibi sink", SKIPS, "normal"),
     (ALL.replace("window(50,9)", "causal"), QUEUE, "nan(v)"),
     ("b1 h2 q70 k90 d64 bf16 softcap=180.0", LAZY, "shift(-245)"),
+    (CAPPED.replace("fp16", "bf16"), STEADY, "spiky"),
+    (UNMASKED.replace("fp16", "bf16"), STEADY_SKIPS, "spiky"),
+    ("b1 h2 q100 k140 d64 bf16 window(20,3) softcap=40.0", STEADY, "spiky"),
+    ("b1 h2 q192 k192 d64 bf16 causal softcap=8.0 alibi sink", STEADY_SKIPS, "spiky"),
+    (SLOPED.replace("fp16", "bf16"), STEADY_THREE, "normal"),
 ]
 
 
@@ -68,17 +73,27 @@ def test_large_scores_that_nobody_sees_change_no_bit():
 
 # name -> (replacements, problem, tile, kind)
 MUTANTS = {
-    "no cap": (only("return s * (unit + y", "return s * (unit + 0 * y"), CAPPED, LAZY, "spiky"),
-    "large scores by the polynomial": (only("gl.maximum(top, -gl.min(s, 1))", "0 * top"), CAPPED, LAZY, "spiky"),
-    "large negative scores by the polynomial": (only("gl.maximum(top, -gl.min(s, 1))", "top"), CAPPED, LAZY, "shift(-40)"),
-    "capped scores capped again": (only("warp_where(far, c1, 0.0)", "warp_where(far, c1, -0.01)"), CAPPED, LAZY, "spiky"),
-    "maxima as they were": (only("    top = tanh_where(top, far, cap, 2)\n"), UNMASKED, SKIPS, "spiky"),
-    "hidden keys are NaN": (only("warp_where(far, c4, LEAST)", "warp_where(far, c4, 0.0)"), CAPPED, LAZY, "spiky"),
-    "maxima of hidden keys": (
-        only("    if EMPTY:\n        top = gl.max(s, 1)\n"),
-        CAPPED.replace("8.0", "50.0"),
+    "no cap": (only("c1 = unit * C1 * square", "c1 = 0 * unit * C1"), CAPPED, LAZY, "normal"),
+    "large scores by the polynomial": (only("as_number(largest) * cap", "0 * as_number(largest)"), CAPPED, LAZY, "spiky"),
+    "large negative scores by the polynomial": (
+        only("sum_of_sizes(left, right)", "sum_of_sizes(gl.maximum(left, left * 0), gl.maximum(right, right * 0))"),
+        CAPPED,
         LAZY,
-        "shift(-120)",
+        "shift(-40)",
+    ),
+    "the long polynomial's bound for the short one": (only("SHORT_BOUND if SHORT else BOUND", "BOUND"), MILD, LAZY, "spiky(4)"),
+    "capped scores capped again": (
+        only("(warp_where(far, c1, 0.0), warp_where(far, c2, 0.0)", "(warp_where(far, c1, -0.01), warp_where(far, c2, 0.0)"),
+        CAPPED,
+        LAZY,
+        "spiky",
+    ),
+    "hidden keys are NaN": (only("warp_where(far, c4, LEAST)", "warp_where(far, c4, 0.0)"), CAPPED, LAZY, "spiky"),
+    "hidden keys are NaN to the short one": (
+        only("warp_where(far, c2, LEAST)", "warp_where(far, c2, 0.0)"),
+        MILD,
+        LAZY,
+        "spiky",
     ),
     "slope of another head": (only("gl.load(slopes_ptr + head)", "gl.load(slopes_ptr + 0 * head)"), SLOPED, QUEUE, "normal"),
     "slopes of the first sequence": (only("slopes_ptr += sequence", "slopes_ptr += 0 * sequence"), SLOPED, QUEUE, "normal"),
@@ -156,31 +171,43 @@ def test_the_cap_is_within_the_budget(cap):
     """Of the score by 2.4e-7, 4 2^-24, of which the error budget allows as much for the rounding of the product."""
     scale = 128**-0.5
     factor = scale / cap
-    x = np.concatenate([np.linspace(-3, 3, 150), [0.0, 1e-30, NEAR, -NEAR, 30.0, -1e9, np.inf, -np.inf]])
+    x = np.concatenate(
+        [np.linspace(-3, 3, 150), np.linspace(-0.2, 0.2, 20), [0.0, 1e-30, NEAR, -NEAR, 30.0, -1e9, np.inf, -np.inf]]
+    )
     s = np.float32(x / factor)
     wide = np.float64(s) * np.float64(np.float32(factor))
     exact = np.tanh(wide) / np.float64(np.float32(factor))
     far = ptx("tanh_where", s, np.float32(1), np.float32(factor), count=len(s))
     assert np.all(np.abs(far - exact) <= 2.0**-22 * np.minimum(np.abs(np.float64(s)), 1.5 / factor))
     assert np.array_equal(ptx("tanh_where", s, np.float32(0), np.float32(factor), count=len(s)), s)
-    # Behind it, with the factors of the GPU: none for capped scores, and a polynomial of those below NEAR.
+    # Behind it, with the factors of the GPU: none for capped scores, and the polynomials of small ones.
     unit, square = np.float32(scale * 1.4426950408889634), np.float32(factor) ** 2
     hidden = np.float32([-np.inf, -1.0, 0.0, 1.0])
     for factors, given in (
         ((0.0, 0.0, 0.0, 2.0**-126), np.float32(far)),
-        ([unit * np.float32(c) * square**i for i, c in enumerate(TANH, 1)], s[np.abs(wide) < NEAR]),
+        ((0.0, 2.0**-126), np.float32(far)),
+        (tuple(unit * np.float32(c) * square**i for i, c in enumerate(TANH, 1)), s[np.abs(wide) < NEAR]),
+        (tuple(unit * np.float32(c) * square**i for i, c in enumerate(TANH_SHORT, 1)), s[np.abs(wide) < NEARER]),
     ):
-        least = ptx("exp2_of_odd", hidden, unit, *factors, np.float32(0))
+        assert len(given) > 15
+        least = ptx("exp2_of_odd", hidden, unit, factors, np.float32(0))
         assert least[0] == 0.0, "a hidden key has no weight"
         for one in given:
             wide = np.float64(one)
             wanted = unit * (wide if factors[0] == 0.0 else np.tanh(wide * np.float32(factor)) / np.float32(factor))
-            found = ptx("exp2_of_odd", np.repeat(one, 4), unit, *factors, np.float32(wanted))[0]
+            found = ptx("exp2_of_odd", np.repeat(one, 4), unit, factors, np.float32(wanted))[0]
             assert abs(np.log2(np.float64(found)) + np.float32(wanted) - wanted) <= 2.0**-22 * abs(wide * unit) + 2e-7
 
 
 def test_a_warp_decides_as_one():
-    for pair, above in (((0.1, 0.2), 0.0), ((0.61, 0.2), 1.0), ((0.2, 0.7), 1.0), ((np.nan, 0.2), 0.0), ((np.inf, 0), 1.0)):
+    for pair, above in (
+        ((0.1, 0.2), 0.0),
+        ((0.61, 0.2), 1.0),
+        ((0.2, 0.7), 1.0),
+        ((np.nan, 0.2), 1.0),
+        ((0.2, np.nan), 1.0),
+        ((np.inf, 0), 1.0),
+    ):
         assert ptx("any_above", np.float32(pair), 0.6).tolist() == [above] * 2
     assert ptx("warp_where", np.float32([1, 1]), np.float32(3.0), 0.25).tolist() == [0.25] * 2
     assert ptx("warp_where", np.float32([0, 0]), np.float32(3.0), 0.25).tolist() == [3.0] * 2

@@ -31,9 +31,11 @@ def test_every_tile_comes_back_from_its_spelling():
         tile = Tile(*sides, warps, stages, tma)
         assert Tile.parse(str(tile)) == Tile.parse(f"  {tile} ".replace(" ", "  ")) == tile
     assert Tile.parse("1x16384") == Tile(1, 16384)
-    words = itertools.product((64, 192), (16, 256), (2, 8), (1, 2), (False, True), (False, True), SCHEDULES, (0, 1, 1024))
-    for block_m, block_n, stages, *others in words:
-        wide = HopperTile(block_m, block_n, 4, stages, False, *others)
+    words = itertools.product(
+        (64, 192), (16, 256), (2, 8), (1, 2), (False, True), ("", "lazy", "steady"), SCHEDULES, (0, 1, 1024)
+    )
+    for block_m, block_n, stages, q_stages, pingpong, word, *others in words:
+        wide = HopperTile(block_m, block_n, 4, stages, False, q_stages, pingpong, word != "", word == "steady", *others)
         assert HopperTile.parse(str(wide)) == wide
     assert HopperTile.parse("128x64") == HopperTile(128, 64, 4, 2), "words left out have defaults"
 

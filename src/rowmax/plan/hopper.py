@@ -6,7 +6,7 @@ Measured on an H200 with triton 3.6.0, bf16, beside FlashAttention-3: `benchmark
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, Optional
@@ -31,7 +31,7 @@ LEAST_QUERIES = 384  # that make up for its longer begin
 SCHEDULES = ("static", "dynamic")
 _SPELLING = re.compile(
     r"([0-9]{1,4})x([0-9]{1,4})(?: +s([0-9]{1,2}))?(?: +q([0-9]{1,2}))?"
-    rf"( +pingpong)?( +lazy)?(?: +({'|'.join(SCHEDULES)}))?(?: +g([0-9]{{1,4}}))?"
+    rf"( +pingpong)?(?: +(lazy|steady))?(?: +({'|'.join(SCHEDULES)}))?(?: +g([0-9]{{1,4}}))?"
 )
 # A word of theirs -> the kind.
 BACKWARD_TILES: dict[str, Any] = {hopper_backward.MARK: HopperBackwardTile, hopper_wide.MARK: HopperWideTile}
@@ -48,6 +48,8 @@ class HopperTile(Tile):
         q_stages: Q tiles in flight; with 2 the next one is fetched while this one is computed.
         pingpong: consumers issue their products in turn.
         lazy: the accumulator is scaled only where a maximum has grown by 2^8 and more.
+        steady: lazy, and where `steady_for` lets it no maxima are taken but in the first key tile of a row: what weights are
+            relative to grows once their sum is above 2^24 (`kernels/gluon/softmax.py`).
         schedule: "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
         group_mb: heads are computed in groups whose K/V take this much of the L2 cache; 0: one head after another.
     """
@@ -55,6 +57,7 @@ class HopperTile(Tile):
     q_stages: int = 1
     pingpong: bool = False
     lazy: bool = False
+    steady: bool = False
     schedule: str = "static"
     group_mb: int = 0
 
@@ -72,7 +75,7 @@ class HopperTile(Tile):
             f"s{self.stages}",
             f"q{self.q_stages}",
             *["pingpong"] * self.pingpong,
-            *["lazy"] * self.lazy,
+            *["steady" if self.steady else "lazy"] * self.lazy,
         ]
         return " ".join([*words, self.schedule, *[f"g{self.group_mb}"] * (self.group_mb > 0)])
 
@@ -89,8 +92,13 @@ class HopperTile(Tile):
         stages, q_stages, group_mb = int(match[3] or 2), int(match[4] or 1), int(match[8] or 0)
         if stages < 2 or not 1 <= q_stages <= 2:  # with one stage the next K would wait for V, and V for the step that needs K
             raise ProblemError(f"'{text}': stages are 2 and more, those of Q 1 or 2")
-        pingpong, lazy, schedule = match[5] is not None, match[6] is not None, match[7] or "static"
-        return cls(block_m, block_n, 4, stages, False, q_stages, pingpong, lazy, schedule, group_mb)
+        pingpong, lazy, steady, schedule = (
+            match[5] is not None,
+            match[6] is not None,
+            match[6] == "steady",
+            match[7] or "static",
+        )
+        return cls(block_m, block_n, 4, stages, False, q_stages, pingpong, lazy, steady, schedule, group_mb)
 
 
 # Largest padded head dimension -> tile for a full mask or a window, and for a causal one, and what they reached (TFLOP/s, bf16,
@@ -113,6 +121,8 @@ _TABLE_PAIRS = {
     192: ("128x64 s3 q1 pingpong lazy dynamic g16", "128x64 s2 q1 pingpong lazy dynamic g16"),
     256: ("128x32 s3 q1 pingpong lazy dynamic g32", "128x32 s2 q1 pingpong lazy dynamic g32"),
 }
+# Whether plans take `steady` tiles where they may.
+_STEADY = False
 # Where weights are dropped: three consumers would have to spill.
 _DROPS_64 = "128x128 s3 q2 pingpong lazy dynamic g16"
 # Up to this many keys, a causal mask leaves too little of a row tile of 192: with 512 keys 253 instead of 215.
@@ -223,6 +233,15 @@ def passes_over(problem: Problem) -> Optional[str]:
     return f"with fewer than {LEAST_QUERIES} queries a sequence q_outer is faster" if queries < LEAST_QUERIES else None
 
 
+def steady_for(problem: Problem, banded: bool = False) -> bool:
+    """Whether maxima need not be taken in every key tile: bf16 has the range of fp32, fp16 ends at 65504.
+
+    `banded`: behind the first key tile some keys are hidden from some rows. Then what a row sees first is looked for there,
+    which takes registers that beside ALiBi there are not. Where a mask or a bias hides keys, it would be looked for everywhere.
+    """
+    return problem.dtype == torch.bfloat16 and not problem.pairs and not (banded and problem.alibi)
+
+
 def padded_dims(problem: Problem) -> tuple[int, int, int]:
     """Head dimensions in shared memory, zero-filled, all powers of two: of Q and K in one or two parts (or 0), and of V.
 
@@ -269,11 +288,16 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     if problem.pairs:
         line = 64 < size <= (192 if problem.softcap else 256) and "q" not in _pairs_of(problem)
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
-        tile = HopperTile.parse(tiles_of_row[causal] if line else beside["," in problem.bias])
+        tile = _tile(tiles_of_row[causal] if line else beside["," in problem.bias], problem)
         return (tile,), f"beside a {'bias' if problem.bias else 'mask'}; of these tiles that of d128 was measured"
     if problem.dropout and size == 64:
-        return (HopperTile.parse(_DROPS_64),), "draws take registers that three consumers do not have; not measured"
+        return (_tile(_DROPS_64, problem),), "draws take registers that three consumers do not have; not measured"
     if causal and size == 64 and problem.len_k <= _SHORT and not problem.packed:
-        return (HopperTile.parse(_SHORT_64),), "few keys leave too little of a row tile of 192"
+        return (_tile(_SHORT_64, problem),), "few keys leave too little of a row tile of 192"
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal" if reached else "as for d128, not measured"
-    return (HopperTile.parse(tiles_of_row[causal]),), why
+    return (_tile(tiles_of_row[causal], problem),), why
+
+
+def _tile(text: str, problem: Problem) -> HopperTile:
+    tile = HopperTile.parse(text)
+    return replace(tile, steady=tile.lazy and _STEADY and steady_for(problem))

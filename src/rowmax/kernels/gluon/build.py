@@ -28,6 +28,8 @@ class Build:
         SKIPS: a consumer leaves out key tiles that are hidden from all its rows.
         PRESCALE: see the portable kernel.
         CAP, SINK: there is a soft-cap, a sink. ALIBI: "", "behind" where no visible key lies ahead of its query, or "around".
+        SHORT: of a soft-cap's polynomials the short one (`scores.py`). STEADY: no maxima in the loop
+            (`softmax.py`).
         PER_SEQUENCE: slopes are [B, H].
         GIVEN: "bias" or "mask" where a number is read for every pair of a query and a key, or "".
         GIVEN_ROWS: ROWS, or 1 where all queries share them. GIVEN_BATCH, GIVEN_HEAD: 1 where each sequence, each head has its
@@ -53,6 +55,8 @@ class Build:
     SKIPS: bool
     PRESCALE: bool
     CAP: bool
+    SHORT: bool
+    STEADY: bool
     ALIBI: str
     SINK: bool
     PER_SEQUENCE: bool

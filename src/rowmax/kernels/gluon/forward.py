@@ -17,6 +17,7 @@ cores need 2048; it takes 2330 now.
   2970 cycles instead of 2840. `LAZY` leaves most scalings out altogether: about 100 less.
 * The wait for the next K tile stands between the exponentials and the wait for P V: its loop ends a basic block, and without
   it ptxas moves the wait for P V above the exponentials, so that nothing overlaps.
+* `STEADY`: no maxima in the loop, and no shuffles for them (`softmax.py`).
 * Row sums stay apart in the four threads of a row until the end: 3070 cycles before, 2970 after.
 * Between two row tiles nothing stands still either (`_consumer`). Before, a row tile of 2k keys cost 6860 cycles beside its
   loop, a quarter of all; now 4200.
@@ -56,7 +57,7 @@ from rowmax.kernels.gluon.build import (
 from rowmax.kernels.gluon.dropout import dropped, dropping
 from rowmax.kernels.gluon.given import LARGEST, take_given
 from rowmax.kernels.gluon.index import hide
-from rowmax.kernels.gluon.layouts import column_layout, out_layout, row_layout, score_layout, weight_layout
+from rowmax.kernels.gluon.layouts import column_layout, out_layout, row_layout, score_layout, thread_layout, weight_layout
 from rowmax.kernels.gluon.names import as_number, opaque, scale_unless_one, store_wait, tma_store
 from rowmax.kernels.gluon.producer import producer
 from rowmax.kernels.gluon.ring import (
@@ -72,8 +73,31 @@ from rowmax.kernels.gluon.ring import (
     wait_full,
     wait_told,
 )
-from rowmax.kernels.gluon.scores import add_slopes, cap_scores, capped_tile, with_sink
-from rowmax.kernels.gluon.softmax import capped_step, finish, online_step, thread_sum
+from rowmax.kernels.gluon.scores import (
+    add_slopes,
+    cap_scores,
+    capped,
+    capped_tile,
+    each,
+    of_threads,
+    of_tile,
+    slopes_behind,
+    thread_max,
+    with_sink,
+)
+from rowmax.kernels.gluon.softmax import (
+    LOWEST,
+    capped_step,
+    finish,
+    first_pivot,
+    online_step,
+    settle,
+    sloped_step,
+    steady_capped_step,
+    steady_sloped_step,
+    steady_step,
+    thread_sum,
+)
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
 
@@ -112,7 +136,7 @@ def _place(slots, round, key_tile, work, CONSUMER: gl.constexpr, BUILD: gl.const
 
 @gluon.jit
 def _softmax(
-    s, m, l, slots, round, key_tile, turn, full, work, band, scale_log2, cap, buffers, rings,
+    s, m, l, alpha, slots, round, key_tile, turn, full, work, band, scale_log2, cap, buffers, rings,
     FIRST: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
 ):  # fmt: skip
     """`(p, m, l, alpha)`, p as the first factor of P V. `full`: key tiles from one to below the other need no mask."""
@@ -126,9 +150,9 @@ def _softmax(
             if (key_tile >= end) | (key_tile < first):
                 own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
                 s = hide(s, own_row, own_col, own_k, own_k - own_q, band, 0.0)
-        s, top, factors = cap_scores(s, cap, 1.0 if BUILD.PRESCALE else scale_log2, BUILD.BLOCK_N // 2)
+        s, factors = cap_scores(s, cap, 1.0 if BUILD.PRESCALE else scale_log2, BUILD.BLOCK_N // 2, BUILD.SHORT)
         if BUILD.GIVEN == "bias":
-            s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
+            s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)
     if BUILD.GIVEN != "":  # behind the last tile nobody sends any; before the band hides what a bias may hold there
         s = take_given(s, given_ring, given_buffers, turn, key_tile >= 0, CONSUMER, BUILD)
     if FIRST or BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
@@ -141,16 +165,39 @@ def _softmax(
             row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
             col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
             s = hide(s, row, col, len_k, len_k - len_q, band, float("-inf"))
+            if BUILD.STEADY and not FIRST:  # rows that have seen nothing before
+                if BUILD.CAP:
+                    m = first_pivot(m, capped(thread_max(s), 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT))
+                else:
+                    m = first_pivot(m, thread_max(s) * (1.0 if BUILD.PRESCALE else scale_log2))
     if BUILD.ALIBI != "":
         if BUILD.CAP and BUILD.GIVEN != "bias":
-            s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors)
+            s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)
         own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
-        s = add_slopes(s, own_row, own_col, own_k - own_q, as_number(told(slots, round, SLOTS, SLOPE)), BUILD.ALIBI == "around")
+        slope = as_number(told(slots, round, SLOTS, SLOPE))
+        if BUILD.ALIBI == "around":
+            s = add_slopes(s, own_row, own_col, own_k - own_q, slope)
+        else:
+            parts, own = slopes_behind(s, own_row, own_col, own_k - own_q, slope)
     EMPTY: gl.constexpr = FIRST or BUILD.BANDED or BUILD.GIVEN != ""
+    unit = 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2
     if BUILD.CAP and BUILD.ALIBI == "" and BUILD.GIVEN != "bias":
-        p, m, l, alpha = capped_step(s, top, m, l, 1.0 if BUILD.PRESCALE else scale_log2, factors, FIRST, EMPTY, BUILD.LAZY)
+        raw = 1.0 if BUILD.PRESCALE else scale_log2
+        if BUILD.STEADY:
+            p, m, l = steady_capped_step(s, m, l, raw, factors, FIRST, BUILD.SHORT)
+        else:
+            p, m, l, alpha = capped_step(s, m, l, raw, factors, FIRST, EMPTY, BUILD.LAZY, BUILD.SHORT)
+    elif BUILD.ALIBI == "behind":
+        if BUILD.STEADY:
+            p, m, l = steady_sloped_step(s, parts, own, m, l, unit, FIRST)
+        else:
+            p, m, l, alpha = sloped_step(s, parts, own, m, l, unit, FIRST, EMPTY, BUILD.LAZY)
+    elif BUILD.STEADY:
+        p, m, l = steady_step(s, m, l, unit, FIRST)
     else:
-        p, m, l, alpha = online_step(s, m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2, FIRST, EMPTY, BUILD.LAZY)
+        p, m, l, alpha = online_step(s, m, l, unit, FIRST, EMPTY, BUILD.LAZY)
+    if BUILD.STEADY and FIRST:
+        alpha = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
     return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
 
@@ -189,7 +236,11 @@ def _products(
     s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
     p = dropped(p, drop, own, CONSUMER, BUILD)
     wait_full(v_ring, v_turn, BUILD.STAGES)
-    if BUILD.LAZY:
+    if BUILD.STEADY:
+        parts = of_threads(acc)
+        parts, factor = gl.broadcast(parts, each(gl.convert_layout(alpha, thread_layout(parts.type.layout))))
+        acc = of_tile(scale_unless_one(parts, factor, BUILD.BLOCK_DV // 2), acc)
+    elif BUILD.LAZY:
         factor = gl.expand_dims(gl.convert_layout(alpha, row_layout(acc.type.layout)), 1)
         acc, factor = gl.broadcast(acc, factor)
         acc = scale_unless_one(acc, factor, BUILD.BLOCK_DV // 2)
@@ -207,15 +258,18 @@ def _close(m, l, drop, slots, round, scale_log2, work, out, CONSUMER: gl.constex
     """`(1 / l, far)`, and the LSE stored: all that is left of a tile's rows but O. `far`: rows whose result is suspect."""
     _cu_q, _cu_k, _order, _batch, heads, _tiles, _members, total_q, _total_k = work
     _o_ptr, lse_ptr, _suspect_ptr = out
+    if BUILD.STEADY:
+        m = gl.max(m, 1)
     m = gl.convert_layout(m, row_layout(out_layout(BUILD.BLOCK_DV)))
     l = gl.convert_layout(gl.sum(l, 1), row_layout(out_layout(BUILD.BLOCK_DV)))
     top = m
+    total = l
     if BUILD.GIVEN == "bias":  # as far as `triton/given.py` lets one go
         m = gl.maximum(gl.minimum(m, LARGEST), -LARGEST)
     if BUILD.ALIBI == "behind" or BUILD.SINK:
-        if not (BUILD.PRESCALE or BUILD.CAP):
+        if not (BUILD.PRESCALE or BUILD.CAP or BUILD.STEADY):
             m = m * scale_log2
-        if BUILD.ALIBI == "behind":  # what `add_slopes` left out
+        if BUILD.ALIBI == "behind":  # what `slopes_behind` left out
             slope = as_number(told(slots, round, SLOTS, SLOPE)) * (1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)
             m = m - slope * gl.arange(0, ROWS, layout=row_layout(out_layout(BUILD.BLOCK_DV))).to(gl.float32)
         alpha = 1.0
@@ -224,7 +278,7 @@ def _close(m, l, drop, slots, round, scale_log2, work, out, CONSUMER: gl.constex
         inverse, lse = finish(m, l, 1.0)
         inverse = inverse * alpha
     else:
-        inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP else scale_log2)
+        inverse, lse = finish(m, l, 1.0 if BUILD.PRESCALE or BUILD.CAP or BUILD.STEADY else scale_log2)
     if BUILD.DROPS:
         inverse = inverse * drop[3]
     if BUILD.NEED_LSE:
@@ -237,7 +291,10 @@ def _close(m, l, drop, slots, round, scale_log2, work, out, CONSUMER: gl.constex
         rows = row + gl.arange(0, ROWS, layout=row_layout(out_layout(BUILD.BLOCK_DV)))
         gl.store(lse_ptr + line + rows, lse, mask=rows < len_q)
     # Beyond 2^24 a maximum differs from its own rounded product with the scale by more than 1.
-    far = (gl.abs(top * scale_log2) > 16777216.0) & (top > float("-inf"))
+    if BUILD.STEADY:  # sums that exceeded fp32, too
+        far = ((gl.abs(top) > 16777216.0) & (top != LOWEST)) | (total == float("inf"))
+    else:
+        far = (gl.abs(top * scale_log2) > 16777216.0) & (top > float("-inf"))
     return inverse, far
 
 
@@ -259,7 +316,9 @@ def _store(
         len_q = told(slots, round, SLOTS, LEN_Q)
     total = thread_sum(acc)
     bad = total != total
-    if not (BUILD.PRESCALE or BUILD.CAP):
+    if BUILD.STEADY:
+        bad = total - total != 0.0  # infinite, too
+    if BUILD.STEADY or not (BUILD.PRESCALE or BUILD.CAP):
         bad = bad | gl.expand_dims(gl.convert_layout(far, row_layout(bad.type.layout)), 1)
     own = row + gl.arange(0, ROWS, layout=row_layout(bad.type.layout))
     gl.store(suspect_ptr + flag + gl.where(bad, 0, 0), 1, mask=bad & gl.expand_dims(own < len_q, 1))
@@ -325,7 +384,7 @@ def _consumer(
         full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
         left = turns - 1 - done
         p, m, l, alpha = _softmax(
-            s, m, m, slots, round, left, turn, full, work, band, scale_log2, cap, buffers, rings, True, CONSUMER, BUILD
+            s, m, m, m, slots, round, left, turn, full, work, band, scale_log2, cap, buffers, rings, True, CONSUMER, BUILD
         )
         turn += 1
         wait_full(k_ring, turn, BUILD.STAGES, left > 0)
@@ -336,13 +395,14 @@ def _consumer(
                 s, acc = _products(
                     acc, p, alpha, drop, (slots, round, turns - j), round, turn, turn - 1, buffers, rings, CONSUMER, BUILD
                 )
+                m, l, alpha = settle(m, l, alpha, BUILD.STEADY)
                 s = warpgroup_mma_wait(1, deps=[s])
                 release(k_ring, turn, BUILD.STAGES)
                 if BUILD.Q_STAGES == 1:  # the next Q has no other place: make room as soon as this one was used
                     if j + 1 == turns:
                         release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round, turns - 1 - j, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, m, l, alpha, slots, round, turns - 1 - j, turn, full, work, band, scale_log2, cap, buffers, rings,
                     False, CONSUMER, BUILD,
                 )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, j + 1 < turns)
@@ -373,7 +433,7 @@ def _consumer(
                 release(v_ring, v_turn, BUILD.STAGES)
                 _store(acc, inverse, far, slots, round, o_buffer, work, out, o_source, CONSUMER, BUILD)
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, m, l, alpha, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
                     True, CONSUMER, BUILD,
                 )  # fmt: skip
                 wait_full(k_ring, turn + 1, BUILD.STAGES, left > 0)
@@ -383,7 +443,7 @@ def _consumer(
                 old_m = m
                 old_l = l
                 p, m, l, alpha = _softmax(
-                    s, m, l, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
+                    s, m, l, alpha, slots, round + 1, left, turn, full, work, band, scale_log2, cap, buffers, rings,
                     True, CONSUMER, BUILD,
                 )  # fmt: skip
                 inverse, far = _close(old_m, old_l, drop, slots, round, scale_log2, work, out, CONSUMER, BUILD)

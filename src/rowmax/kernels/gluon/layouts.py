@@ -79,6 +79,18 @@ def last_layout(layout):
     return gl.SliceLayout(0, gl.SliceLayout(1, layout))
 
 
+@gluon.constexpr_function
+def thread_layout(layout):
+    """`[M, 4]`, of a tile `[M, 2, N / 16, 4, 2]`: converting between those of S and of the accumulator moves nothing."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout)))
+
+
+@gluon.constexpr_function
+def kept_layout(layout):
+    """The same of a tile `[M, N / 8, 4, 2]`."""
+    return gl.SliceLayout(1, gl.SliceLayout(3, layout))
+
+
 # ---- backward --------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 # tanh(x) = x (1 + y (c1 + y (c2 + y (c3 + y c4)))) with y = x^2, to 8.3e-08 of itself for |x| < NEAR (minimax, c0 = 1).
 TANH = (-0.33332598, 0.13313117, -0.05221181, 0.01561263)
 NEAR = 0.6
+# The same with c1 and c2 alone, to 1.3e-07 for |x| < NEARER.
+TANH_SHORT = (-0.33329698, 0.13038027)
+NEARER = 0.2
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -106,11 +109,11 @@ def scale_unless_one(acc, factor, count, _semantic=None, _generator=None):
 
 @_core.builtin
 def any_above(x, bound, _semantic=None, _generator=None):
-    """1.0 for every row of a warp where x of any of its rows is above the number `bound`, else 0.0. x: two rows a thread."""
+    """1.0 for all of a warp where any of its x is not at most the number `bound`, else 0.0. x: two rows a thread."""
     code = [
         "{ .reg .pred here, other;",
-        f"setp.gt.f32 here, $2, {_hexadecimal(bound)};",
-        f"setp.gt.f32 other, $3, {_hexadecimal(bound)};",
+        f"setp.gtu.f32 here, $2, {_hexadecimal(bound)};",
+        f"setp.gtu.f32 other, $3, {_hexadecimal(bound)};",
         "or.pred here, here, other;",
         "vote.sync.any.pred here, here, 0xffffffff;",
         "selp.f32 $0, 0f3F800000, 0f00000000, here;",
@@ -121,8 +124,53 @@ def any_above(x, bound, _semantic=None, _generator=None):
 
 
 @_core.builtin
+def settled(l, m, bound, _semantic=None, _generator=None):
+    """`(l, m, alpha)`: where a thread of a row has l above `bound`, l times alpha = 2^-k, near 1, and m + k; else alpha is 1.
+
+    All `[M, 4]`: a number of a row in each thread of its quad, which agree on k; two rows a thread. An infinite l stays so. In
+    most tiles this is two comparisons and a vote.
+    """
+    code = [
+        "{ .reg .pred here, other; .reg .b32 top, far; .reg .f32 rise;",
+        "mov.f32 $4, 0f3F800000;",
+        "mov.f32 $5, 0f3F800000;",
+        f"setp.gt.f32 here, $0, {_hexadecimal(bound)};",
+        f"setp.gt.f32 other, $1, {_hexadecimal(bound)};",
+        "or.pred here, here, other;",
+        "vote.sync.any.pred here, here, 0xffffffff;",
+        "@!here bra SETTLED_${:uid};",
+    ]
+    for i in range(2):
+        code += [f"mov.b32 top, ${i};"]
+        code += [f"shfl.sync.bfly.b32 far, top, {way}, 31, 0xffffffff;\nmax.f32 top, top, far;" for way in (1, 2)]
+        code += [
+            f"setp.gt.f32 other, top, {_hexadecimal(bound)};",
+            "shr.u32 far, top, 23;",  # 127 + k
+            "min.u32 far, far, 253;",
+            "sub.u32 top, 254, far;",
+            "shl.b32 top, top, 23;",
+            f"selp.f32 ${4 + i}, top, 0f3F800000, other;",
+            "sub.u32 far, far, 127;",
+            "cvt.rn.f32.s32 rise, far;",
+            "selp.f32 rise, rise, 0f00000000, other;",
+            f"mul.rn.f32 ${i}, ${i}, ${4 + i};",
+            f"add.rn.f32 ${2 + i}, ${2 + i}, rise;",
+        ]
+    code.append("SETTLED_${:uid}: }")
+    options = {"dtype": (gl.float32,) * 3, "is_pure": True, "pack": 2, "_semantic": _semantic}
+    return gl.inline_asm_elementwise("\n".join(code), "=&f,=&f,=&f,=&f,=&f,=&f,0,1,2,3", [l, m], **options)
+
+
+@_core.builtin
+def sum_of_sizes(a, b, _semantic=None, _generator=None):
+    """The bits of `|a| + |b|`: integers in the order of these numbers, and the largest of three is one instruction."""
+    code = "{ .reg .f32 x, y; abs.f32 x, $1; abs.f32 y, $2; add.rn.f32 x, x, y; mov.b32 $0, x; }"
+    return gl.inline_asm_elementwise(code, "=r,f,f", [a, b], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic)
+
+
+@_core.builtin
 def warp_where(wanted, x, other, _semantic=None, _generator=None):
-    """The number `other` for every row of a warp where `wanted` is not 0, else x: one register for both rows of a thread."""
+    """The number `other` for all of a warp where `wanted` is not 0, else x: one register for both rows of a thread."""
     code = [
         "{ .reg .pred here;",
         "setp.neu.f32 here, $2, 0f00000000;",
@@ -134,32 +182,34 @@ def warp_where(wanted, x, other, _semantic=None, _generator=None):
 
 
 @_core.builtin
-def odd(s, unit, c1, c2, c3, c4, _semantic=None, _generator=None):
-    """`s (unit + y (c1 + y (c2 + y (c3 + y c4))))`, y = s^2: as one piece of code for four elements.
+def odd(s, unit, factors, _semantic=None, _generator=None):
+    """`s (unit + y (c1 + y (c2 + ...)))`, y = s^2, c1, c2, ... `factors`: as one piece of code for four elements.
 
     Of arithmetic on tiles ptxas makes all polynomials first, which takes more registers than there are.
     """
-    return _of_four([s, unit, c1, c2, c3, c4], ["mul.rn.f32 {out}, q, {0};"], _semantic)
+    return _of_four(s, unit, factors, [], ["mul.rn.f32 {out}, q, {0};"], _semantic)
 
 
 @_core.builtin
-def exp2_of_odd(s, unit, c1, c2, c3, c4, pivot, _semantic=None, _generator=None):
+def exp2_of_odd(s, unit, factors, pivot, _semantic=None, _generator=None):
     """`exp2(odd(s) - pivot)`, in the same way."""
-    end = ["sub.rn.f32 y, 0f00000000, {6};", "fma.rn.f32 q, q, {0}, y;", "ex2.approx.ftz.f32 {out}, q;"]
-    return _of_four([s, unit, c1, c2, c3, c4, pivot], end, _semantic)
+    end = ["sub.rn.f32 y, 0f00000000, {last};", "fma.rn.f32 q, q, {0}, y;", "ex2.approx.ftz.f32 {out}, q;"]
+    return _of_four(s, unit, factors, [pivot], end, _semantic)
 
 
-def _of_four(given: list, end: "list[str]", _semantic):
-    """Four elements of each tile of `given`: the polynomial in q, and what `end` makes of it."""
+def _of_four(s, unit, factors, more: list, end: "list[str]", _semantic):
+    """Four elements of each tile: the polynomial in q, and what `end` makes of it, and of the last of `more`."""
+    given = [s, unit, *factors, *more]
+    count = len(factors)
     polynomial = [
         "mul.rn.f32 y, {0}, {0};",
-        "fma.rn.f32 q, y, {5}, {4};",
-        *(f"fma.rn.f32 q, q, y, {{{i}}};" for i in (3, 2, 1)),
+        f"fma.rn.f32 q, y, {{{count + 1}}}, {{{count}}};",
+        *(f"fma.rn.f32 q, q, y, {{{i}}};" for i in range(count - 1, 0, -1)),
     ]
     lines = ["{ .reg .f32 y, q;"]
     for i in range(4):
         names = [f"${4 * k + i}" for k in range(1, len(given) + 1)]
-        lines += [line.format(*names, out=f"${i}") for line in [*polynomial, *end]]
+        lines += [line.format(*names, last=names[-1], out=f"${i}") for line in [*polynomial, *end]]
     lines.append("}")
     constraints = ",".join(["=&f"] * 4 + ["f"] * 4 * len(given))
     options = {"dtype": gl.float32, "is_pure": True, "pack": 4, "_semantic": _semantic}

@@ -8,7 +8,7 @@ from rowmax.kernels.gluon.build import BATCH, BEGIN_K, BEGIN_Q, HEAD, ROW, ROWS,
 from rowmax.kernels.gluon.layouts import number_layout
 from rowmax.kernels.gluon.names import as_bits
 from rowmax.kernels.gluon.ring import fill, fill_given, publish, told
-from rowmax.kernels.tile_ops import key_ranges
+from rowmax.kernels.tile_ops import clamp, end_key, key_ranges
 
 # ---- where the work lies ---------------------------------------------------------------------------------------------------
 
@@ -94,6 +94,9 @@ def announce(tile, round, work, bent, band, total, slots, BUILD: gl.constexpr):
         row, head, b, sequence, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
         last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
         start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
+        if BUILD.STEADY and BUILD.BANDED:  # a row that sees all of a key tile, and nothing behind, finds its pivot there
+            before = clamp(end_key(row - 1, len_k - len_q, len_k, band), 0, len_k) // BUILD.BLOCK_N * BUILD.BLOCK_N
+            full_end = gl.where(full_end < end, gl.maximum(before, full_start), full_end)
         turns = gl.maximum(gl.cdiv(end - start, BUILD.BLOCK_N), 1)
         if BUILD.PACKED:
             flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS

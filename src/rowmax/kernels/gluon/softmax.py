@@ -1,20 +1,43 @@
 """The online softmax of `forward.py`: `tile_ops.online_step` and `tile_ops.finish` with row sums that stay in their threads.
 
-m' = max(m, rowmax S),  P = exp(S - m'),  l' = l exp(m - m') + rowsum P
+    m' = max(m, rowmax S),  P = exp(S - m'),  l' = l exp(m - m') + rowsum P
+
+`STEADY`: m is the maximum of the first key tile in which a row sees anything, and grows only where l does: once a thread of the
+row holds an l above 2^24, k with 2^k <= l are added to m, in units of log2, and l and O are scaled by 2^-k, before the next
+tile.
+
+    k = floor(log2 l) if l > 2^24 else 0,  m' = m + k,  P = exp(S - m'),  l' = l 2^-k + rowsum P
+
+So the loop takes no maxima, a sixth of its instructions. Weights of up to 2^127 are as exact in bf16 as those up to 1, and so
+is a sum of them in fp32; m is above the largest score by log2 of the number of keys at most. Scores must rise by about 100 in
+units of log2 from one key tile to the next before a weight, l or O exceeds fp32. It then stays infinite or NaN, which
+`forward.py` finds at the end, and `guard.py` computes these rows once more. m `[M, 4]` is there in each thread of a row, like
+l, and in units of log2; `LOWEST` stands for a row that has seen nothing: any finite score would make its weights infinite.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from rowmax.kernels.gluon.layouts import row_layout
-from rowmax.kernels.gluon.scores import capped, exp2_of_capped
+from rowmax.kernels.gluon.layouts import axis_layout, kept_layout, row_layout
+from rowmax.kernels.gluon.names import settled
+from rowmax.kernels.gluon.scores import capped, each, exp2_of_capped, in_threads, of_threads, of_tile, thread_max
+
+LOWEST = gl.constexpr(-3.4028234663852886e38)
+SETTLED = gl.constexpr(2.0**24)  # beyond what sums of normal scores reach, and far below 2^127
 
 
 @gluon.jit
 def thread_sum(p):
     """`[M, N]` to `[M, 4]`: what each thread of a quad holds of a row, summed."""
-    parts = p.reshape([p.shape[0], 2, p.shape[1] // 16, 4, 2])
-    return gl.sum(gl.sum(gl.sum(parts, 4), 2), 1)
+    return gl.sum(gl.sum(gl.sum(of_threads(p), 4), 2), 1)
+
+
+@gluon.jit
+def settle(m, l, alpha, STEADY: gl.constexpr):
+    """`(m, l, alpha)` before a tile: what O and l of the tiles before are scaled by. Without `STEADY` as they were."""
+    if STEADY:
+        l, m, alpha = settled(l, m, SETTLED)
+    return m, l, alpha
 
 
 @gluon.jit
@@ -52,18 +75,90 @@ def online_step(s, m, l, scale_log2, FIRST: gl.constexpr, EMPTY: gl.constexpr, L
 
 
 @gluon.jit
-def capped_step(s, top, m, l, unit, factors, FIRST: gl.constexpr, EMPTY: gl.constexpr, LAZY: gl.constexpr):
-    """`online_step` of soft-capped scores (`scores.capped`), m in units of log2. top: row maxima of s if nothing is hidden.
+def steady_pivot(top, like):
+    """`[M]` maxima of rows, in units of log2, as m `[M, 4]`."""
+    return in_threads(gl.where(top == float("-inf"), LOWEST, top), like)
+
+
+@gluon.jit
+def first_pivot(m, tops):
+    """m, and for rows that have seen nothing yet the largest of `tops` `[M, 4]`, in units of log2."""
+    return gl.where(m == LOWEST, steady_pivot(gl.max(tops, 1), m), m)
+
+
+@gluon.jit
+def steady_step(s, m, l, scale_log2, FIRST: gl.constexpr):
+    """`(p, m, l)`; m and l of `settle`."""
+    if FIRST:
+        m = steady_pivot(gl.max(s, 1) * scale_log2, thread_max(s))
+    p = of_tile(gl.exp2(of_threads(s) * scale_log2 - each(m)), s)
+    if FIRST:
+        return p, m, thread_sum(p)
+    else:
+        return p, m, l + thread_sum(p)
+
+
+@gluon.jit
+def _sloped_top(s, parts, own):
+    return gl.max(gl.max(gl.expand_dims(gl.max(parts, 1), 1) + own, 3), 2).reshape([s.shape[0]])
+
+
+@gluon.jit
+def steady_sloped_step(s, parts, own, m, l, scale_log2, FIRST: gl.constexpr):
+    """`steady_step` as `sloped_step`."""
+    LAYOUT: gl.constexpr = parts.type.layout
+    if FIRST:
+        m = steady_pivot(gl.convert_layout(_sloped_top(s, parts, own), row_layout(s.type.layout)) * scale_log2, thread_max(s))
+    rows = gl.expand_dims(gl.expand_dims(gl.convert_layout(m, kept_layout(LAYOUT)), 1), 3)
+    p = gl.exp2(parts * scale_log2 - (rows - own * scale_log2))
+    p = gl.convert_layout(p.reshape(s.shape), s.type.layout)
+    if FIRST:
+        return p, m, thread_sum(p)
+    else:
+        return p, m, l + thread_sum(p)
+
+
+@gluon.jit
+def steady_capped_step(s, m, l, unit, factors, FIRST: gl.constexpr, SHORT: gl.constexpr):
+    """`steady_step` as `capped_step`."""
+    if FIRST:
+        m = steady_pivot(gl.max(capped(thread_max(s), unit, factors, SHORT), 1), factors[0])
+    p = exp2_of_capped(s, unit, factors, m, SHORT)
+    if FIRST:
+        return p, m, thread_sum(p)
+    else:
+        return p, m, l + thread_sum(p)
+
+
+@gluon.jit
+def sloped_step(s, parts, own, m, l, scale_log2, FIRST: gl.constexpr, EMPTY: gl.constexpr, LAZY: gl.constexpr):
+    """`online_step` of `parts + own` (`scores.slopes_behind`), without that sum. s: a tile of p's shape and layout."""
+    top = _sloped_top(s, parts, own)
+    m_new = _raised(m, gl.convert_layout(top, m.type.layout), scale_log2, FIRST, LAZY)
+    pivot = m_new * scale_log2
+    if EMPTY:
+        pivot = gl.where(m_new == float("-inf"), 0.0, pivot)
+    LAYOUT: gl.constexpr = parts.type.layout
+    rows = gl.convert_layout(pivot, axis_layout(LAYOUT, 0))
+    rows = gl.expand_dims(gl.expand_dims(gl.expand_dims(rows, 1), 2), 3)
+    p = gl.exp2(parts * scale_log2 - (rows - own * scale_log2))
+    return _carried(gl.convert_layout(p.reshape(s.shape), s.type.layout), m, m_new, l, scale_log2, pivot, FIRST, LAZY)
+
+
+@gluon.jit
+def capped_step(
+    s, m, l, unit, factors, FIRST: gl.constexpr, EMPTY: gl.constexpr, LAZY: gl.constexpr, SHORT: gl.constexpr
+):  # fmt: skip
+    """`online_step` of soft-capped scores (`scores.capped`), m in units of log2.
 
     A cap is monotonic: the maximum is taken before, and the polynomial computed between the exponentials.
     """
-    if EMPTY:
-        top = gl.max(s, 1)
-    m_new = _raised(m, capped(top, unit, factors), 1.0, FIRST, LAZY)
+    top = gl.max(capped(thread_max(s), unit, factors, SHORT), 1)
+    m_new = _raised(m, gl.convert_layout(top, m.type.layout), 1.0, FIRST, LAZY)
     pivot = m_new
     if EMPTY:
         pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = exp2_of_capped(s, unit, factors, pivot)
+    p = exp2_of_capped(s, unit, factors, in_threads(pivot, factors[0]), SHORT)
     return _carried(p, m, m_new, l, 1.0, pivot, FIRST, LAZY)
 
 
