@@ -139,7 +139,27 @@ def test_no_more_than_the_limit_is_kept(monkeypatch):
     small, large = scratch("small", (100,), torch.float32), scratch("large", (1000,), torch.float32)
     assert scratch("large", (1000,), torch.float32).data_ptr() == large.data_ptr()  # within the call
     assert Scratch()("small", (100,), torch.float32).data_ptr() == small.data_ptr()
-    assert set(blocks._kept_by_thread()) == {("small", torch.float32)}
+    assert set(blocks._kept_by_thread().flat) == {("small", torch.float32)}
+    assert all(view.untyped_storage().nbytes() <= 1000 for view in blocks._kept_by_thread().views.values())
+
+
+def test_memory_that_was_replaced_is_not_handed_out_again(monkeypatch):
+    monkeypatch.setattr(blocks, "_of_thread", threading.local())
+    small = Scratch()("s", (4,), torch.float32)
+    large = Scratch()("s", (400,), torch.float32)
+    assert Scratch()("s", (4,), torch.float32).data_ptr() == large.data_ptr() != small.data_ptr()
+
+
+def test_kept_tensors_are_few(monkeypatch):
+    monkeypatch.setattr(blocks, "_of_thread", threading.local())
+    monkeypatch.setattr(blocks, "_MOST_VIEWS", 3)
+    monkeypatch.setattr(blocks, "_MOST_OF_EDGES", 100)
+    scratch = Scratch()
+    for n in range(1, 20):
+        scratch("s", (n,), torch.float32)
+        scratch.edge(5, 5, -n, 1, torch.float32)
+    assert len(blocks._kept_by_thread().views) <= 3
+    assert len(blocks._kept_by_thread().edges) <= 5
 
 
 def test_old_memory_does_not_hide_what_nobody_wrote():

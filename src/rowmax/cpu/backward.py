@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax.cpu import half_scores
+from rowmax.cpu import blocks, half_scores
 from rowmax.cpu.blocks import (
     COMPUTE,
     MATMUL,
@@ -25,7 +25,9 @@ from rowmax.cpu.blocks import (
     numbered_sequences,
     settled,
     take_columns,
+    take_heads,
     take_rows,
+    times,
     widen,
 )
 from rowmax.cpu.pieces import add_overlapping, is_cut, pieces
@@ -51,7 +53,9 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
     compute = COMPUTE.get(problem.dtype, problem.dtype)
     wants_bias = len(needs) > 3 and needs[3]
     bias_sums = torch.zeros(operands.bias.shape, dtype=compute, device="cpu") if wants_bias else None
-    grads = tuple(t.new_zeros(t.shape if need else (0,)) for t, need in zip(operands[:3], needs[:3], strict=True))
+    fresh = torch.empty if blocks.all_seen(problem, operands) else torch.zeros
+    shapes = [t.shape if need else (0,) for t, need in zip(operands[:3], needs[:3], strict=True)]
+    grads = tuple(fresh(shape, dtype=problem.dtype, device="cpu") for shape in shapes)
     grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
     q, k, v, grad_out = settled(*operands[:3], grad_out)
     operands = operands._replace(q=q, k=k, v=v)
@@ -78,14 +82,14 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
             scores = None
             if not problem.plain:
                 scores = Scores.of(problem, operands, piece.number, piece.rows[0], piece.cols[0], compute, bias_sums)
-            chunks = piece.chunks(tile, problem.group, try_half)
+            chunks, own = piece.chunks(tile, problem.group, try_half), (q, k, v, do, row_lse, row_delta)
             for part in chunks.parts:
-                chunk = _Chunk(problem.scale, piece.geometry, scratch, *(t[part] for t in (q, k, v, do, row_lse, row_delta)))
+                chunk = _Chunk(problem.scale, piece.geometry, scratch, *(take_heads(t, part) for t in own))
                 if scores is not None:
                     chunk.bend_by(scores.part(part))
                 if try_half:
-                    chunk.try_half_scores(k[part], chunks)
-                _backward(chunk, chunks, _Targets(*(None if t is None else t[part] for t in targets)), cut, scratch)
+                    chunk.try_half_scores(take_heads(k, part), chunks)
+                _backward(chunk, chunks, _Targets(*(None if t is None else take_heads(t, part) for t in targets)), cut, scratch)
         if cut:
             for grad, total in zip(cols[2:], sums, strict=True):
                 grad.copy_(total)
@@ -100,6 +104,14 @@ def _by_head(scratch: Scratch, name: str, like: torch.Tensor, dtype: torch.dtype
     return scratch(name, (batch, heads, length, dim), dtype).transpose(1, 2)
 
 
+class _Exact(NamedTuple):
+    """Of some heads, in the type that scores are computed in: q times the scale, k, and the LSE less log2 of the unit."""
+
+    q_log2: torch.Tensor
+    k: torch.Tensor
+    lse_log2: torch.Tensor
+
+
 class _Chunk:
     """The operands of some heads, folded, and the weights of their tiles."""
 
@@ -110,13 +122,16 @@ class _Chunk:
         self.k = fold_contiguous(k, matmul, "k", scratch)  # [n, Tk, D]
         self.lse_log2, self.delta = (t.flatten(0, 1).unsqueeze(-1) for t in (lse * LOG2E, delta))  # [n, G, Tq, 1]
         # In bf16 delta is two more columns of do, of 8 bits each, and -1 of v: their product is do.v - delta.
-        self._deltas: tuple[torch.Tensor, ...] = ()
+        self._do_delta: Optional[torch.Tensor] = None
         if matmul != self.compute:
-            high = self.delta.to(matmul)
-            self._deltas = high, (self.delta - high).to(matmul)
-        self._v = fold_contiguous(v, matmul, "v", scratch, *(-1.0 for _ in self._deltas))
+            dim = do.shape[-1]
+            self._do_delta = scratch("do_delta", (*self.do.shape[:-1], dim + 2), matmul)
+            self._do_delta[..., :dim].copy_(self.do)
+            high = self._do_delta[..., dim : dim + 1].copy_(self.delta)
+            torch.sub(self.delta, high, out=self._do_delta[..., dim + 1 :])
+        self._v = fold_contiguous(v, matmul, "v", scratch, *(() if self._do_delta is None else (-1.0, -1.0)))
         self.unit = 2.0**_UNIT_LOG2
-        self._wide: Optional[torch.Tensor] = None  # k in the type that scores are computed in
+        self._exact: Optional[_Exact] = None
         self._huge = bool((self.lse_log2.abs() > _HUGE_LSE).any())
         self.scores: Optional[Scores] = None
         self._half: Optional[half_scores.BackwardWeights] = None
@@ -134,8 +149,8 @@ class _Chunk:
             dp = torch.bmm(take_rows(block, self.do), v.mT).to(self.compute)
             return out.copy_(self.scores.drop(dp, block, cols).sub_(take_rows(block, self.delta)))
         v = take_columns(self._v, cols, self._scratch).mT
-        if self._deltas:
-            return torch.bmm(take_rows(block, self.do, *self._deltas), v, out=out)
+        if self._do_delta is not None:
+            return torch.bmm(take_rows(block, self._do_delta), v, out=out)
         return torch.baddbmm(take_rows(block, self.delta), take_rows(block, self.do), v, beta=-1, out=out)
 
     def try_half_scores(self, k, chunks: Chunks) -> None:
@@ -155,18 +170,20 @@ class _Chunk:
             self._attempts += -1 if p is None else half_scores.EARNED
             if p is not None:
                 return p, p
-        if self._wide is None:
-            self._wide = widen(self.k[:, : block.end], self.compute, scratch)  # earlier rows end earlier
-        q_log2 = take_rows(block, self.q).to(self.compute) * (self.scale * LOG2E)
+        if self._exact is None:  # blocks come from the last to the first: no later one has more rows, or sees more columns
+            most_q = self.q.narrow(2, 0, block.row + block.rows)
+            q_log2 = times(most_q, self.scale * LOG2E, "q", self.compute, scratch)
+            wide = widen(self.k[:, : block.end], self.compute, scratch)
+            self._exact = _Exact(q_log2, wide, self.lse_log2 - math.log2(self.unit))
+        q_log2, lse_log2 = take_rows(block, self._exact.q_log2), take_rows(block, self._exact.lse_log2)
         shape = (*q_log2.shape[:2], cols.stop - cols.start)
         x = scratch("s", shape, self.compute)
         unit_log2, gain = math.log2(self.unit), None
         exact = self.scores is not None and self.scores.any_number
-        lse_log2 = take_rows(block, self.lse_log2) - unit_log2
         if self.scores is None:
-            torch.baddbmm(lse_log2, q_log2, self._wide[:, cols].mT, beta=-1, out=x)
+            torch.baddbmm(lse_log2, q_log2, self._exact.k[:, cols].mT, beta=-1, out=x)
         else:
-            torch.bmm(q_log2, self._wide[:, cols].mT, out=x)
+            torch.bmm(q_log2, self._exact.k[:, cols].mT, out=x)
             gain = self.scores.bend(x, block, cols, want_gain=True)
             self.scores.hide(x, block, cols, exact)
             x.sub_(lse_log2)
@@ -210,7 +227,7 @@ def _backward(chunk: _Chunk, chunks: Chunks, targets: _Targets, add: bool, scrat
                     tile_dq = torch.zeros_like(q)
                 row_dq = tile_dq if row_dq is None else row_dq.to(chunk.compute).add_(tile_dq)
         if dq is not None and row_dq is not None:
-            target = dq[:, :, :, block.row : block.row + block.rows]
+            target = dq.narrow(3, block.row, block.rows)
             target.copy_(row_dq.view(target.shape))
     for grad, total, factor in ((dk, dk_sum, chunk.scale), (dv, dv_sum, 1.0)):
         if grad is None:

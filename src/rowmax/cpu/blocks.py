@@ -6,6 +6,7 @@ A chunk is some KV heads of some sequences. The query heads of a group are folde
 """
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ MATMUL = {torch.float16: torch.float32}
 
 _ALIGNMENT = 64  # bytes; torch's own memory begins there
 KEPT_BYTES = 64 * 2**20  # default tiles take half of it
+_MOST_VIEWS = 1024
+_MOST_OF_EDGES = 2**21  # elements, about
 _of_thread = threading.local()
 
 
@@ -35,34 +38,56 @@ class Scratch:
     def __init__(self):
         # Where torch fills new memory, to show what is read before it is written, no old memory is used.
         filling = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
-        self._flat: dict[tuple[str, torch.dtype], torch.Tensor] = {} if filling else _kept_by_thread()
-        self._edges: dict[tuple, torch.Tensor] = {}
+        kept = _Kept({}, {}, {}) if filling else _kept_by_thread()
+        self._flat, self._views, self._edges = kept
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor with undefined contents; the next one of this name takes its memory."""
+        view = self._views.get((name, shape, dtype))
+        if view is not None:
+            return view
         size = math.prod(shape)
         flat = self._flat.get((name, dtype))
         if flat is None or flat.numel() < size:
             if sum(t.nbytes for t in self._flat.values()) + size * dtype.itemsize > KEPT_BYTES:
-                self._flat = dict(self._flat)  # from here on for this call alone
+                self._flat, self._views = dict(self._flat), {}  # from here on for this call alone
             with torch.inference_mode(False):  # the next call may be outside of it
                 self._flat[name, dtype] = flat = torch.empty(size, dtype=dtype, device="cpu")
-        return flat[:size].view(shape)
+            self._views.clear()  # of the memory that it replaces too
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        with torch.inference_mode(False):
+            self._views[name, shape, dtype] = view = flat[:size].view(shape)
+        return view
 
     def edge(self, rows: int, cols: int, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[rows, cols]`: 0 where `first + i <= j < end + i`, -inf elsewhere. The blocks of a call share a few of them."""
+        """`[rows, cols]`: 0 where `first + i <= j < end + i`, -inf elsewhere; read only. The blocks of a call share a few of
+        them, and so do layers."""
         key = (rows, cols, first, end, dtype)
-        if key not in self._edges:
-            j = torch.arange(cols, device="cpu") - torch.arange(rows, device="cpu").unsqueeze(1)
-            seen = (j >= first) & (j < end)
-            self._edges[key] = torch.zeros(seen.shape, dtype=dtype, device="cpu").masked_fill_(~seen, -torch.inf)
-        return self._edges[key]
+        edge = self._edges.get(key)
+        if edge is None:
+            if rows * cols * len(self._edges) > _MOST_OF_EDGES:
+                self._edges.clear()
+            with torch.inference_mode(False):
+                j = torch.arange(cols, device="cpu") - torch.arange(rows, device="cpu").unsqueeze(1)
+                seen = (j >= first) & (j < end)
+                self._edges[key] = edge = torch.zeros(seen.shape, dtype=dtype, device="cpu").masked_fill_(~seen, -torch.inf)
+        return edge
 
 
-def _kept_by_thread() -> dict:
-    if not hasattr(_of_thread, "flat"):
-        _of_thread.flat = {}
-    return _of_thread.flat
+class _Kept(NamedTuple):
+    """What a thread keeps for its next call: memory by name and type, tensors in it by name, shape and type (to make one takes
+    as long as a small operation), and the masks of edges."""
+
+    flat: dict[tuple[str, torch.dtype], torch.Tensor]
+    views: dict[tuple, torch.Tensor]
+    edges: dict[tuple, torch.Tensor]
+
+
+def _kept_by_thread() -> _Kept:
+    if not hasattr(_of_thread, "kept"):
+        _of_thread.kept = _Kept({}, {}, {})
+    return _of_thread.kept
 
 
 class Geometry(NamedTuple):
@@ -210,6 +235,21 @@ def numbered_sequences(problem, operands, for_q=(), for_k=()) -> Iterator[tuple[
             yield number, _from(row, dense_rows), _from(col, dense_cols)
 
 
+def all_seen(problem, operands) -> bool:
+    """Does `sequences` leave out nothing: is every row in a sequence and sees a key, and every key in one and seen?"""
+
+    def live(len_q: int, len_k: int) -> bool:
+        geometry = Geometry(len_q, len_k, problem.band)
+        return geometry.live_row == geometry.live_column == 0 and len_q > 0
+
+    if not problem.packed:
+        return live(problem.len_q, problem.len_k)
+    bounds_q, bounds_k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
+    ends = (bounds_q[0], bounds_k[0], bounds_q[-1], bounds_k[-1]) == (0, 0, operands.q.shape[0], operands.k.shape[0])
+    pairs = zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False)
+    return ends and all(live(q1 - q0, k1 - k0) for q0, q1, k0, k1 in pairs if q1 > q0 or k1 > k0)
+
+
 def _from(start: int, tensors: list) -> list:
     return [t[:, start:] for t in tensors] if start else tensors
 
@@ -219,9 +259,16 @@ def _dense(problem, operands, rows, cols) -> Iterator[tuple[list, list]]:
         yield rows, cols
         return
     bounds_q, bounds_k = operands.cu_seqlens_q.tolist(), operands.cu_seqlens_k.tolist()
+    rows_of, cols_of = ([_sequences_of(t, bounds) for t in ts] for ts, bounds in ((rows, bounds_q), (cols, bounds_k)))
     for i in range(problem.batch):
-        (q0, q1), (k0, k1) = bounds_q[i : i + 2], bounds_k[i : i + 2]
-        yield [t[q0:q1].unsqueeze(0) for t in rows], [t[k0:k1].unsqueeze(0) for t in cols]
+        yield [parts[i] for parts in rows_of], [parts[i] for parts in cols_of]
+
+
+def _sequences_of(t: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
+    """`[T, ...]` -> `[1, T_b, ...]` of each sequence, views: all by one operation."""
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    parts = t.unsqueeze(0).split([bounds[0], *lengths, t.shape[0] - bounds[-1]], 1)
+    return list(parts[1:-1])
 
 
 def by_kv_head(t: torch.Tensor, heads_k: int) -> torch.Tensor:
@@ -254,6 +301,13 @@ class Chunks(NamedTuple):
         else:
             parts = list(_rectangles(batch, heads_k, most_heads)) if widest else []
         return cls(step, width, parts, blocks)
+
+
+def take_heads(t: torch.Tensor, part: tuple[slice, slice]) -> torch.Tensor:
+    """`t[part]`, `[b, h, ...]`; `t` itself where that is all of it."""
+    if all(one.start == 0 and one.stop >= size for one, size in zip(part, t.shape, strict=False)):
+        return t
+    return t[part]
 
 
 def _rectangles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
@@ -297,6 +351,12 @@ def fold_contiguous(t: torch.Tensor, dtype: torch.dtype, name: str, scratch: Scr
     return result.flatten(0, 1)
 
 
+def times(t: torch.Tensor, factor: float, name: str, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+    """`factor t` in `dtype`, of which `t` is or narrower: contiguous."""
+    result = scratch(name, t.shape, dtype)
+    return torch.mul(t, factor, out=result) if t.dtype == dtype else result.copy_(t).mul_(factor)
+
+
 def widen(k: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
     """K in the type that scores are computed in."""
     return k if k.dtype == dtype else scratch("wide", k.shape, dtype).copy_(k)
@@ -313,6 +373,6 @@ def take_columns(t: torch.Tensor, cols: slice, scratch: Scratch) -> torch.Tensor
 
 def take_rows(block: RowBlock, *tensors: torch.Tensor) -> torch.Tensor:
     """The rows of a block of `[n, G, Tq, D]`, folded: `[n, G * rows, D]`; several tensors become one, side by side."""
-    rows = [t[:, :, block.row : block.row + block.rows] for t in tensors]
+    rows = [t.narrow(2, block.row, block.rows) for t in tensors]
     one = rows[0] if len(rows) == 1 else torch.cat(rows, -1)
     return (one.contiguous() if one.dtype == torch.bfloat16 else one).flatten(1, 2)  # as `fold_contiguous`

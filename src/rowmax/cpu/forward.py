@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from rowmax.cpu import half_scores
+from rowmax.cpu import blocks, half_scores
 from rowmax.cpu.blocks import (
     COMPUTE,
     MATMUL,
@@ -23,7 +23,9 @@ from rowmax.cpu.blocks import (
     numbered_sequences,
     settled,
     take_columns,
+    take_heads,
     take_rows,
+    times,
     widen,
 )
 from rowmax.cpu.pieces import Piece, is_cut, pieces
@@ -35,7 +37,8 @@ from rowmax.numerics import LN2, LOG2E
 def tiled(problem, operands, tile, need_lse, exact=False):
     """Row blocks outside, column tiles inside. `exact`: hidden scores may be NaN."""
     out_shape, lse_shape = problem.outputs()
-    out = operands.q.new_zeros(out_shape)
+    full = blocks.all_seen(problem, operands)
+    out = operands.q.new_empty(out_shape) if full else operands.q.new_zeros(out_shape)
     lse = operands.q.new_full(lse_shape if need_lse else (0,), -torch.inf, dtype=problem.lse_dtype)
     if need_lse and problem.sink:
         start_lse(problem, operands, lse)
@@ -65,31 +68,38 @@ def _piece(problem, operands, tile, piece: Piece, cut: bool, scratch: Scratch, n
     compute, matmul = COMPUTE.get(q.dtype, q.dtype), MATMUL.get(q.dtype, q.dtype)
     scores = None if problem.plain else Scores.of(problem, operands, piece.number, piece.rows[0], piece.cols[0], compute)
     for part in chunks.parts:
-        k_part, v_part = (fold_contiguous(t[part], matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
-        q_part = fold(q[part], matmul) if try_half else q[part]
+        k_part, v_part = (fold_contiguous(take_heads(t, part), matmul, name, scratch) for t, name in ((k, "k"), (v, "v")))
+        own_q, own_out = take_heads(q, part), take_heads(out, part)
+        own_lse = None if lse is None else take_heads(lse, part)
+        q_part = fold(own_q, matmul) if try_half else own_q
         chunk, attempts = None, 0.0
         if try_half and (
             cut or half_scores.fit_forward(q_part, k_part, v_part, problem.scale, piece.geometry, chunks, scratch)
         ):
             attempts = half_scores.ATTEMPTS
         for block in chunks.blocks:
-            rows, o = slice(block.row, block.row + block.rows), None
+            o, weight = None, None
             if attempts >= 1 and half_scores.eligible(block, chunks.width):
                 block_q = take_rows(block, q_part)
                 o = half_scores.forward_block(block_q, k_part, v_part, problem.scale, block, scratch)
                 attempts += -1 if o is None else half_scores.EARNED
             if o is None:
                 if chunk is None:
-                    q_log2 = scratch("q", q[part].shape, compute).copy_(q[part]).mul_(problem.scale * LOG2E).flatten(0, 1)
-                    wide = widen(k_part[:, : block.end], compute, scratch)  # earlier rows end earlier
+                    # Blocks come from the last to the first: no later one has more rows, or sees more columns.
+                    most_q = own_q.narrow(3, 0, block.row + block.rows)
+                    q_log2 = times(most_q, problem.scale * LOG2E, "q", compute, scratch).flatten(0, 1)
+                    wide = widen(k_part[:, : block.end], compute, scratch)
                     part_scores = None if scores is None else scores.part(part)
                     chunk = _Chunk(q_log2, wide, v_part, part_scores, exact, bounded, need_lse, scratch)
-                o, lse_log2 = _row_block(chunk, block, chunks.width)
-                if lse is not None:
-                    target = lse[part][..., rows]
+                o, weight, lse_log2 = _row_block(chunk, block, chunks.width)
+                if own_lse is not None:
+                    target = own_lse.narrow(3, block.row, block.rows)
                     torch.mul(lse_log2.view(target.shape), LN2, out=target)
-            target = out[part][:, :, :, rows]
-            target.copy_(o.view(target.shape))
+            target = own_out.narrow(3, block.row, block.rows)
+            if weight is None:
+                target.copy_(o.view(target.shape))
+            else:
+                torch.mul(o.view(target.shape), weight.view(*target.shape[:-1], 1), out=target)
 
 
 class _Chunk(NamedTuple):
@@ -122,19 +132,21 @@ def _whole_fits(problem, tile, geometry: Geometry, q, k, v, scratch: Scratch) ->
 
 
 def _row_block(chunk: _Chunk, block: RowBlock, width: int):
-    """`(o [n, G * rows, Dv], lse_log2 [n, G * rows, 1])` of one row block over all columns that it sees; the second may be
-    None if it is not needed."""
+    """`(o [n, G * rows, Dv], weight, lse_log2 [n, G * rows, 1])` of one row block over all columns that it sees: the result is
+    o times the weight, where that is not None; nor is an LSE that is not needed."""
     q, scores = take_rows(block, chunk.q_log2), chunk.scores
     sink = None if scores is None else scores.sink_rows(block)
     tiles = list(block.tiles(width))
-    out, lse = _tile(chunk, q, block, tiles[0], sink, chunk.need_lse or len(tiles) > 1)
+    out, weight, lse = _tile(chunk, q, block, tiles[0], sink, chunk.need_lse or len(tiles) > 1)
     for cols in tiles[1:]:
-        out, lse = _merge(out, lse, *_tile(chunk, q, block, cols, None, True))
-    return out, lse
+        o, o_weight, o_lse = _tile(chunk, q, block, cols, None, True)
+        out, o = (t if w is None else t.mul_(w) for t, w in ((out, weight), (o, o_weight)))
+        (out, lse), weight = _merge(out, lse, o, o_lse), None
+    return out, weight, lse
 
 
 def _tile(chunk: _Chunk, q, block: RowBlock, cols: slice, sink, need_lse: bool):
-    """Attention of the rows `q` over one tile's columns and a `sink`."""
+    """Attention of the rows `q` over one tile's columns and a `sink`, as of `_row_block`."""
     _, k, v, scores, exact, bounded, _, scratch = chunk
     s = torch.bmm(q, k[:, cols].mT, out=scratch("s", (*q.shape[:2], cols.stop - cols.start), q.dtype))
     if scores is not None:
@@ -162,10 +174,10 @@ def _tile(chunk: _Chunk, q, block: RowBlock, cols: slice, sink, need_lse: bool):
     weight = 1.0 / torch.where(l == 0, 1.0, l) if blind else 1.0 / l
     v = take_columns(v, cols, scratch)
     if v.dtype == p.dtype:
-        return torch.bmm(p, v).mul_(weight), lse
+        return torch.bmm(p, v), weight, lse
     # Normalised before it is rounded: the product is then rounded once, and exact where one key has all the weight.
     p = scratch("p", p.shape, v.dtype).copy_(p.mul_(weight))
-    return torch.bmm(p, v), lse
+    return torch.bmm(p, v), None, lse
 
 
 def _merge(out, lse, o, tile_lse):
