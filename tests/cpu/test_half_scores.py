@@ -7,8 +7,16 @@ import torch
 
 from rowmax import Problem, attention, testing
 from rowmax.cpu import half_scores
+from rowmax.cpu.blocks import Geometry
+from rowmax.mask import Band
 
 CAUSAL = Problem.parse("b1 h2 q600 k600 d64 bf16 causal")
+
+
+@pytest.fixture(autouse=True)
+def _short_sequences_too(monkeypatch):
+    monkeypatch.setattr(half_scores, "_LEAST_SCORES", 0)
+    monkeypatch.setattr(half_scores, "_LEAST_AVERAGE", 0)
 
 
 @pytest.fixture
@@ -53,6 +61,21 @@ def test_normal_operands_take_them_forward_and_backward(taken):
     assert testing.check_backward(CAUSAL, operands, grads, grad_out).ok
     assert taken
     assert all(taken)
+
+
+def test_few_scores_are_not_worth_the_checks(taken, monkeypatch):
+    monkeypatch.undo()
+    geometry = Geometry(2048, 2048, Band(None, 0))
+    assert half_scores.worth_it(geometry, 8)
+    assert not half_scores.worth_it(geometry, 2)
+    assert half_scores.worth_it(geometry, 8, "backward")
+    window = Geometry(4096, 4096, Band(256, 0))
+    assert half_scores.worth_it(window, 8)
+    assert not half_scores.worth_it(window, 8, "backward")
+    operands = testing.operands(CAUSAL)
+    forward(CAUSAL, operands)
+    backward(CAUSAL, operands)
+    assert not taken
 
 
 def test_an_lse_never_comes_from_them(taken):

@@ -258,7 +258,7 @@ CPU_MUTANTS = {
         "t.unflatten(2, (-1, heads_k)).transpose(2, 3).movedim(1, 3)",
         1,
     ),
-    "keys of the queries' rows": (WALK, "[t[k0:k1].unsqueeze(0) for t in cols]", "[t[q0:q1].unsqueeze(0) for t in cols]", 1),
+    "keys of the queries' rows": (WALK, "(cols, bounds_k))", "(cols, bounds_q))", 1),
     "last sequence skipped": (WALK, "for i in range(problem.batch):", "for i in range(problem.batch - 1):", 1),
     "scale off by a hundredth": (CPU_FORWARD, "problem.scale * LOG2E", "problem.scale * 1.01 * LOG2E", 1),
     "LSE in base 2": (CPU_FORWARD, "import LN2, LOG2E", "import LOG2E\n\nLN2 = 1.0", 1),
@@ -307,6 +307,12 @@ CPU_MUTANTS = {
         1,
     ),
 }
+# Short sequences take rounded scores too.
+CPU_ALWAYS = [
+    (HALF, "_LEAST_SCORES = 6 * 2**20", "_LEAST_SCORES = 0", 1),
+    (HALF, "_LEAST_AVERAGE = 640", "_LEAST_AVERAGE = 0", 1),
+]
+CPU_MUTANTS = {name: [*CPU_ALWAYS, *([edits] if isinstance(edits, tuple) else edits)] for name, edits in CPU_MUTANTS.items()}
 # Scores are rounded where rows see at least 256 keys.
 CPU_CASES = [
     ("b1 h2 q600 k600 d64 bf16 causal", "normal", "contiguous", None),
@@ -333,5 +339,5 @@ def test_cpu_mutant_is_killed(name, tmp_path):
 
 
 def test_the_cpu_path_itself_lives(tmp_path):
-    with replaced("cpu", [], tmp_path):
+    with replaced("cpu", CPU_ALWAYS, tmp_path):
         live((CASES, CPU_PLAN), (CPU_CASES, "tiled"))

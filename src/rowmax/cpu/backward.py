@@ -74,6 +74,7 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
         # Pieces meet where their keys overlap, and are added up there; head after head, so that long stretches are.
         sums = [_by_head(scratch, f"sum{i}", t, compute).zero_() for i, t in enumerate(cols[2:])] if cut else cols[2:]
         try_half = problem.dtype == torch.bfloat16 and problem.plain and problem.windowed
+        try_half = try_half and half_scores.worth_it(whole, rows[0].shape[0] * problem.heads_q, "backward")
         try_half = try_half and half_scores.bounded(rows[0], cols[0], problem.scale)
         for piece in pieces(cut, problem.band, number, rows, [*cols[:2], *sums]):
             q, do, row_lse, row_delta, *dq = (by_kv_head(t, problem.heads_k) for t in piece.rows)
@@ -129,7 +130,8 @@ class _Chunk:
             self._do_delta[..., :dim].copy_(self.do)
             high = self._do_delta[..., dim : dim + 1].copy_(self.delta)
             torch.sub(self.delta, high, out=self._do_delta[..., dim + 1 :])
-        self._v = fold_contiguous(v, matmul, "v", scratch, *(() if self._do_delta is None else (-1.0, -1.0)))
+        more = 0 if self._do_delta is None else 2
+        self._v = fold_contiguous(v, matmul, "v", scratch, *(-1.0 for _ in range(more)))
         self.unit = 2.0**_UNIT_LOG2
         self._exact: Optional[_Exact] = None
         self._huge = bool((self.lse_log2.abs() > _HUGE_LSE).any())
