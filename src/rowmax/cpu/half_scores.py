@@ -35,10 +35,10 @@ _FEWEST_COLUMNS = 256  # normal scores of fewer keys have weights above 1/4 now 
 FEWEST_ROWS = 32  # of a column
 _SAMPLES = 8  # rows or keys a head
 _LEAST_ROWS = 40 * _SAMPLES  # for fewer the check costs more than it saves
-# Of fewer visible scores, and in the backward of fewer a row, the checks take longer than is saved. h8 d64, two threads of an AMD
-# EPYC, ms with and without rounded scores: forward q2048 window(256,0) 15.0 and 13.5, window(512,0) 15.9 and 17.5, q4096
-# window(256,0) 23.1 and 24.9, q1024 causal 9.5 and 9.4; backward q2048 window(256,0) 34.8 and 31.6, window(512,0) 35.3 and 35.2,
-# window(1000,0) 46.6 and 51.4, q1024 causal 19.4 and 19.4, q2048 causal 56.7 and 62.9.
+# Of fewer visible scores, and in the backward of fewer a row, the checks take longer than is saved. h8 d64, two threads of an
+# AMD EPYC, ms with and without rounded scores: forward q2048 window(256,0) 15.0 and 13.5, window(512,0) 15.9 and 17.5, q4096
+# window(256,0) 23.1 and 24.9, q1024 causal 9.5 and 9.4; backward q2048 window(256,0) 34.8 and 31.6, window(512,0) 35.3 and
+# 35.2, window(1000,0) 46.6 and 51.4, q1024 causal 19.4 and 19.4, q2048 causal 56.7 and 62.9.
 _LEAST_SCORES = 6 * 2**20
 _LEAST_AVERAGE = 640
 _MOST_WEIGHT = 0.25
