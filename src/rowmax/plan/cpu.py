@@ -26,14 +26,16 @@ def block_rows(tile: Tile, len_q: int, heads: int, band: AnyBand) -> int:
 
     Of a window of w keys r rows compute r + w each, and of a causal sequence half of r more than they see; fewer rows waste
     less, but start more operations. 8 heads, d64, causal, packed sequences of 75 to 512 tokens, forward and backward on one
-    thread of an AMD EPYC (ms): 64 rows 57 in bf16 and 62 in fp32, 128 rows 53 and 64, 256 rows 54 and 71.
+    thread of an AMD EPYC (ms): 64 rows 57 in bf16 and 62 in fp32, 128 rows 53 and 64, 256 rows 54 and 71. Two threads, 16 heads
+    to 512 tokens: 64 rows 117 and 130, 128 rows 106 and 132; to 100 tokens in bf16 53 and 46; 32 heads, d128, bf16 159 and 168.
     """
     if band.right is None:
         return tile.block_m
     if band.left is not None:
         return tile.block_m // 2
     rows = CUT_ROWS
-    while rows < max(1024 // max(heads, 1), len_q // 8):
+    heads = max(heads, 1)
+    while rows < max(1024 // heads, min(2 * CUT_ROWS, 2048 // heads), len_q // 8):
         rows *= 2
     return min(rows, tile.block_m)
 
