@@ -22,6 +22,7 @@ _OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": lambda a, b, c, table: a ^ b ^ c if table[0] == 0x96 else None,
+    "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,
     "abs.f16x2": lambda a: a & 0x7FFF7FFF,
     "set.geu.u32.f16x2": _halves_that_are,

@@ -110,7 +110,7 @@ PLAIN, PACKED = "b2 h4/2 q200 k200 d64 fp16 causal dropout=0.5", "b3 h2 q300 k30
 NARROW = "b1 h2 q200 k200 d64 fp16 window(20,9) dropout=0.5"
 # name -> (replacements, problem, tile)
 MUTANTS = {
-    "nothing is dropped": (only("    p = dropped(p, drop, own, CONSUMER, BUILD)\n"), PLAIN, LAZY),
+    "nothing is dropped": (only("    if not DRAWS_FIRST:\n        p = dropped(p, drop, own, CONSUMER, BUILD)\n"), PLAIN, LAZY),
     "rows of the other consumer": (only("ROW) + CONSUMER * ROWS\n        call", "ROW)\n        call"), PLAIN, LAZY),
     "keys of the tile behind": (only("(slots, round, turns - j), round", "(slots, round, turns - j + 1), round"), PLAIN, LAZY),
     "draws of the next tile": (only("(slots, round, turns - j), round", "(slots, round, turns - 1 - j), round"), PLAIN, LAZY),

@@ -2,8 +2,7 @@
 
     O = (Z P) V / ((1 - p) l),  z_ij = 1 iff draw_ij % 2^15 >= p 2^15,  l and the LSE of all weights
 
-A consumer draws for a tile of P between the two products that it issues then, while the first one, Q K^T of the next tile,
-runs.
+A consumer draws for a tile of P before it issues the products of the next turn, or between them (`forward._products`).
 """
 
 from triton.experimental import gluon
