@@ -21,7 +21,7 @@ def exp2(x):
 
 def _of_warps(x):
     """For each number, the largest x of the 16 rows of its warp; NaN is larger than others."""
-    return x.reshape(len(x) // 16, -1).amax(1).repeat_interleave(16).view(-1, 1).expand(x.shape)
+    return x.reshape(len(x) // 16, -1).amax(1).repeat_interleave(16).view(-1, *[1] * (x.dim() - 1)).expand(x.shape)
 
 
 def _odd(s, unit, factors):
