@@ -61,9 +61,14 @@ class HopperBackwardTile(Tile):
 # Largest padded head dimension -> the tile, and TFLOP/s at 16k tokens, full / causal (benchmarks/results/h200-2026-11-30.json).
 # With 64 queries d64 made 489 / 476.
 _TABLE = {64: ("128x128 s2 backward g16", "570 / 586"), 128: ("64x128 s2 backward g16", "612 / 604")}
-# The same where dQ is added up in a fixed order -> how fast; of a size that is not here the portable kernels are. d64 at 2k
-# tokens, full: 425 TFLOP/s where any order made 457 and the portable kernels 357; groups of 32 MB 424, of 64 404, of 128 324.
-_IN_ORDER = {64: "0.93 of its speed in any order, at 2k tokens", 128: "not timed yet"}
+# The same where dQ is added up in a fixed order -> L2 of a group in MB with a causal mask, and how fast, full / causal; of a
+# size that is not here the portable kernels are (benchmarks/results/hopper-steps/ordered-h200-2026-11-30.json). d128, causal,
+# groups of 16 and 32 MB: 384 and 390 TFLOP/s at 2k tokens, 521 and 535 at 16k, 518 and 527 at 8k with 32/8 heads. d64, full, 2k
+# tokens, of 16, 32, 64 and 128 MB: 425, 424, 404, 324.
+_IN_ORDER = {
+    64: (16, "0.93 / 0.83 of its speed in any order, at 2k tokens"),
+    128: (32, "0.93 / 0.91 of its speed in any order"),
+}
 
 # Tiles of a bias's gradient, whose kernel is `kernels/triton/bias.py`: of programs with one tile each, and of those that walk
 # over many. One each, causal, d128, 16 heads, 16k tokens, on an H200: 64x32 w4 s2 tma 14.3 ms, 64x64 w4 s2 12.3, 128x64 w8 s2
@@ -175,5 +180,8 @@ def tiles(problem: Problem, device: Device) -> tuple[HopperBackwardTile, str]:
         parts = next(more for more in range(parts + 1, problem.group + 1) if problem.group % more == 0)
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal"
     if problem.deterministic:
-        why += f"; dQ is added up in a fixed order, as the call is deterministic: {_IN_ORDER[size]}"
+        group_mb, share = _IN_ORDER[size]
+        if problem.band == Band(None, 0):
+            tile = replace(tile, group_mb=group_mb)
+        why += f"; dQ is added up in a fixed order, as the call is deterministic: {share}"
     return replace(tile, parts=parts, ordered=problem.deterministic), why
