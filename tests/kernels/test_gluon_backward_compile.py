@@ -46,6 +46,7 @@ BUILDS = {
 STACK = 64
 # Of other scores, with 64 queries and with 128: the stack, used outside loops, and how often both consumers store to it in one.
 SPARED = {"softcap": ((16, 0), (112, 20)), "alibi": ((8, 0), (STACK, 0)), "bias": ((8, 0), (STACK, 3))}
+KERNELS = ("prepare", "backward", "finish")
 MOST_GROUPS = 15  # WARPGROUP instructions of a consumer: ten times as many when its products wait for each other
 
 
@@ -58,7 +59,7 @@ def test_machine_code(dim, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 3 * len(BUILDS[dim])
+    assert len(found) == sum(len(_kernels(tile)) for _, tile in BUILDS[dim])
     for facts in found:
         assert facts["shared"] <= min(facts["planned"], 232_448), f"more shared memory than planned: {facts}"
         assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
@@ -78,6 +79,11 @@ def test_machine_code(dim, tmp_path):
             assert facts["WARPGROUP"] <= MOST_GROUPS * 2, f"products wait for each other: {facts}"
             assert facts["UTMAREDG"] > 0, f"dQ is not added by TMA: {facts}"
             assert facts["waited"] == ordered, f"a sum counts before it is in memory: {facts}"
+
+
+def _kernels(tile: str) -> tuple[str, ...]:
+    """Those that are compiled: with sums in order, the other two are what they are without."""
+    return KERNELS[1:2] if "ordered" in tile else KERNELS
 
 
 def read(call) -> dict:
@@ -122,9 +128,10 @@ def main(*builds: str) -> None:
         ]
         operands = Operands(q, k, v, cu, cu, slopes, None, *pairs)
         calls = hopper_backward_calls(problem, operands, tile, out, lse, out, lse, q, k, v)
-        for name, call in zip(("prepare", "backward", "finish"), calls, strict=True):
-            said = {"kernel": name, "problem": text, "tile": str(tile), "planned": shared_bytes(problem, tile)}
-            print(json.dumps({**said, **read(call)}), flush=True)
+        for name, call in zip(KERNELS, calls, strict=True):
+            if name in _kernels(str(tile)):
+                said = {"kernel": name, "problem": text, "tile": str(tile), "planned": shared_bytes(problem, tile)}
+                print(json.dumps({**said, **read(call)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from rowmax.plan.hopper_backward import HopperBackwardTile
 
 NARROW, WIDE, PARTS = "64x128 s2 backward ordered", "128x128 s2 backward g1 ordered", "128x128 s2 backward p2 ordered"
 CASES = [
-    ("b1 h2 q130 k300 d128 bf16", NARROW),
+    ("b1 h1 q130 k300 d128 bf16", NARROW),
     ("b1 h2 q200 k300 d64 bf16 causal", WIDE),
     ("b2 h4/2 q200 k129 d64 bf16 causal", WIDE),  # rows that see nothing
-    ("b1 h3 q1000 k300 d64 bf16 causal", WIDE),  # heads in groups of two
+    ("b1 h3 q1000 k200 d64 bf16 causal", WIDE),  # heads in groups of two
     ("b1 h2 q140 k300 d72/40 bf16 causal softcap=3.0", NARROW),
     ("b1 h1 q300 k400 d96 fp16 window(90,0)", NARROW),
     ("b1 h2/1 q100 k700 d64 bf16 window(5,5)", WIDE),  # keys that nobody sees, and whole tiles of them
@@ -31,7 +31,7 @@ CASES = [
     ("b1 h2 q1 k260 d64 bf16", WIDE),
     ("b1 h2/1 q130 k400 d64 bf16", PARTS),
     ("b5 h2/1 q330 k530 d64 bf16 packed causal", WIDE),
-    ("b3 h2 q300 k600 d64 fp16 packed window(9,7)", WIDE),
+    ("b3 h1 q300 k600 d64 fp16 packed window(9,7)", WIDE),
 ]
 
 
