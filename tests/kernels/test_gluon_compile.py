@@ -58,6 +58,7 @@ BUILDS = {
         *[("d256 bf16 causal bias(hqk)", ""), ("d192/128 bf16 window(256,9) mask(bk)", "")],
         ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"),
         ("d256 bf16 causal", "128x64 s2 q1 pingpong steady dynamic g32"),
+        ("d256 bf16 causal dropout=0.1", ""),
     ],
 }
 # Bytes of stack, for numbers of a tile that lie there while its inner loop runs; of all others none.
@@ -74,7 +75,9 @@ STACK = {
     ("d256 bf16 causal packed", ""): 24,
     ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"): 32,
     ("d256 bf16 causal", "128x64 s2 q1 pingpong steady dynamic g32"): 24,
+    ("d256 bf16 causal dropout=0.1", ""): 72,
 }
+SPILLS = {"d256 bf16 causal dropout=0.1": 3}  # in the loop of one of two consumers
 MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: twenty times as many when its products wait for each other
 
 
@@ -96,7 +99,8 @@ def test_machine_code(dim, tmp_path):
         assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
         if facts["kernel"] == "guard":  # its loop normally does not run, and may spill
             continue
-        kept = STACK.get((facts["problem"].removeprefix(LARGE + " "), facts["given"]), 0)
+        structure = facts["problem"].removeprefix(LARGE + " ")
+        kept = STACK.get((structure, facts["given"]), 0)
         assert facts["stack"] <= kept, f"registers spill: {facts}"
         assert facts["local"] == 0, f"an array in memory: {facts}"
         assert facts["HGMMA"] > 0, f"Hopper's tensor core instruction is missing: {facts}"
@@ -109,7 +113,7 @@ def test_machine_code(dim, tmp_path):
                 assert loop["maxima"] <= 4, f"more maxima than those of a quad's sums: {facts}"
             if "softcap" in facts["problem"]:
                 assert loop["of three"] >= facts["block_n"] // 8 - 2, f"not three sizes at once are compared: {facts}"
-            assert loop["spills"] == 0, f"registers spill in a loop: {facts}"
+            assert loop["spills"] <= SPILLS.get(structure, 0), f"registers spill in a loop: {facts}"
             unpacked = facts["block_n"] // 4 if re.search(r"bias|mask", facts["problem"]) else 0  # two numbers each
             assert loop["permutes"] <= unpacked, f"P is packed anew: {facts}"
             assert loop["waits"] == 2, f"other than S, then P V is awaited: {facts}"

@@ -147,6 +147,12 @@ def test_the_plan_takes_hopper_forwards_and_the_portable_backward(words, dims):
     assert dict(backward.refusals)["hopper"] == "its backward computes no dropout"
 
 
+def test_consumers_of_256_dimensions_take_no_turns_where_they_draw():
+    problem = Problem.parse("b2 h8/2 q4096 k4096 d256 bf16 causal")
+    (plain,), (drawn,) = (plan(p, H200).tiles for p in (problem, problem.with_(dropout=0.1)))
+    assert (plain.pingpong, drawn.pingpong) == (True, False)
+
+
 def test_what_it_refuses_beside_dropout():
     for words in ("bias(hqk)", "mask(bk)"):
         other = plan(Problem.parse(f"b2 h8/2 q4096 k4096 d128 bf16 causal {words} dropout=0.1"), H200)

@@ -125,7 +125,7 @@ _TABLE_PAIRS = {
 _STEADY = False
 # Where weights are dropped, and times over a call without dropout (H200, 16 heads, causal; d64 16k tokens, d256 8k):
 # d64: 1.730; 192x128 without pingpong, whose three consumers spill: 1.894; 128x128 without: 1.903; 192x64 without: 1.969.
-# d256: 1.386, with three spills in a loop; with pingpong 1.467.
+# d256: 1.386; with pingpong 1.467; both with three spills in a loop.
 # d128, as without dropout: 1.537 at 16k; without pingpong 1.524, which was not timed without a mask; 128x64 s3 without: 1.841.
 _DROPS_64, _DROPS_256 = "128x128 s3 q2 pingpong lazy dynamic g16", "128x64 s2 q1 lazy dynamic g32"
 # Up to this many keys, a causal mask leaves too little of a row tile of 192: with 512 keys 253 instead of 215.
