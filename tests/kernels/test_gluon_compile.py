@@ -108,7 +108,8 @@ def test_machine_code(dim, tmp_path):
         assert len(facts["loops"]) == facts["consumers"], f"a loop with two products in flight is missing: {facts}"
         for loop in facts["loops"]:
             assert loop["exponentials"] >= facts["block_n"] // 2, f"P V is awaited before the exponentials: {facts}"
-            assert loop["scaled"] >= facts["block_dv"] // 2, f"the accumulator is not scaled between the two products: {facts}"
+            least = 0 if facts["bounded"] else facts["block_dv"] // 2
+            assert loop["scaled"] >= least, f"the accumulator is not scaled between the two products: {facts}"
             if facts["steady"]:
                 assert loop["maxima"] <= 4, f"more maxima than those of a quad's sums: {facts}"
             if "softcap" in facts["problem"]:
@@ -233,7 +234,7 @@ def main(*builds: str) -> None:
             }
             fixed = calls[-2].numbers[-1]
             steady = fixed.STEADY.value and not fixed.BANDED.value and not problem.softcap
-            said.update(block_dv=padded_dims(problem)[-1], steady=steady)
+            said.update(block_dv=padded_dims(problem)[-1], steady=steady, bounded=fixed.STEADY.value and bool(problem.softcap))
             print(json.dumps({**said, **read(call)}), flush=True)
 
 

@@ -27,6 +27,7 @@ ROWS = 64  # of a consumer
 SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 1024  # bytes, and more than are needed
 MOST_DROPPED = 0x7C00  # of 2^15 draws: as fp16, infinity
+LARGEST_CAP = 60.0  # of soft-caps that bound scores: weights relative to 0 are at most 2^87
 LEAST_QUERIES = 384  # that make up for its longer begin
 SCHEDULES = ("static", "dynamic")
 _SPELLING = re.compile(
@@ -49,7 +50,7 @@ class HopperTile(Tile):
         pingpong: consumers issue their products in turn.
         lazy: the accumulator is scaled only where a maximum has grown by 2^8 and more.
         steady: lazy, and where `steady_for` lets it no maxima are taken but in the first key tile of a row: what weights are
-            relative to grows once their sum is above 2^24 (`kernels/gluon/softmax.py`).
+            relative to rises once a score is above it by 24 in units of log2 (`kernels/gluon/softmax.py`).
         schedule: "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
         group_mb: heads are computed in groups whose K/V take this much of the L2 cache; 0: one head after another.
     """
@@ -242,7 +243,8 @@ def steady_for(problem: Problem, banded: bool = False) -> bool:
     `banded`: behind the first key tile some keys are hidden from some rows. Then what a row sees first is looked for there,
     which takes registers that beside ALiBi there are not. Where a mask or a bias hides keys, it would be looked for everywhere.
     """
-    return problem.dtype == torch.bfloat16 and not problem.pairs and not (banded and problem.alibi)
+    bounded = problem.softcap <= LARGEST_CAP or bool(problem.alibi)  # or 0: there is none
+    return problem.dtype == torch.bfloat16 and not problem.pairs and not (banded and problem.alibi) and bounded
 
 
 def padded_dims(problem: Problem) -> tuple[int, int, int]:

@@ -76,7 +76,6 @@ from rowmax.kernels.gluon.ring import (
 from rowmax.kernels.gluon.scores import (
     add_slopes,
     cap_scores,
-    capped,
     capped_tile,
     each,
     of_threads,
@@ -91,7 +90,6 @@ from rowmax.kernels.gluon.softmax import (
     finish,
     first_pivot,
     online_step,
-    settle,
     sloped_step,
     steady_capped_step,
     steady_sloped_step,
@@ -165,11 +163,8 @@ def _softmax(
             row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
             col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
             s = hide(s, row, col, len_k, len_k - len_q, band, float("-inf"))
-            if BUILD.STEADY and not FIRST:  # rows that have seen nothing before
-                if BUILD.CAP:
-                    m = first_pivot(m, capped(thread_max(s), 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT))
-                else:
-                    m = first_pivot(m, thread_max(s) * (1.0 if BUILD.PRESCALE else scale_log2))
+            if BUILD.STEADY and not (FIRST or BUILD.CAP):  # rows that have seen nothing before
+                m = first_pivot(m, thread_max(s) * (1.0 if BUILD.PRESCALE else scale_log2))
     if BUILD.ALIBI != "":
         if BUILD.CAP and BUILD.GIVEN != "bias":
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)
@@ -185,19 +180,19 @@ def _softmax(
         raw = 1.0 if BUILD.PRESCALE else scale_log2
         if BUILD.STEADY:
             p, m, l = steady_capped_step(s, m, l, raw, factors, FIRST, BUILD.SHORT)
+            if FIRST:  # O is not scaled
+                alpha = l
         else:
             p, m, l, alpha = capped_step(s, m, l, raw, factors, FIRST, EMPTY, BUILD.LAZY, BUILD.SHORT)
     elif BUILD.ALIBI == "behind":
         if BUILD.STEADY:
-            p, m, l = steady_sloped_step(s, parts, own, m, l, unit, FIRST)
+            p, m, l, alpha = steady_sloped_step(s, parts, own, m, l, unit, FIRST)
         else:
             p, m, l, alpha = sloped_step(s, parts, own, m, l, unit, FIRST, EMPTY, BUILD.LAZY)
     elif BUILD.STEADY:
-        p, m, l = steady_step(s, m, l, unit, FIRST)
+        p, m, l, alpha = steady_step(s, m, l, unit, FIRST)
     else:
         p, m, l, alpha = online_step(s, m, l, unit, FIRST, EMPTY, BUILD.LAZY)
-    if BUILD.STEADY and FIRST:
-        alpha = gl.full(l.shape, 1.0, gl.float32, l.type.layout)
     return gl.convert_layout(p.to(v_buffers.dtype), weight_layout(BUILD.BLOCK_DV)), m, l, alpha
 
 
@@ -242,7 +237,9 @@ def _products(
     if not DRAWS_FIRST:
         p = dropped(p, drop, own, CONSUMER, BUILD)
     wait_full(v_ring, v_turn, BUILD.STAGES)
-    if BUILD.STEADY:
+    if BUILD.STEADY and BUILD.CAP and BUILD.ALIBI == "":
+        acc = acc
+    elif BUILD.STEADY:
         parts = of_threads(acc)
         parts, factor = gl.broadcast(parts, each(gl.convert_layout(alpha, thread_layout(parts.type.layout))))
         acc = of_tile(scale_unless_one(parts, factor, BUILD.BLOCK_DV // 2), acc)
@@ -401,7 +398,6 @@ def _consumer(
                 s, acc = _products(
                     acc, p, alpha, drop, (slots, round, turns - j), round, turn, turn - 1, buffers, rings, CONSUMER, BUILD
                 )
-                m, l, alpha = settle(m, l, alpha, BUILD.STEADY)
                 s = warpgroup_mma_wait(1, deps=[s])
                 release(k_ring, turn, BUILD.STAGES)
                 if BUILD.Q_STAGES == 1:  # the next Q has no other place: make room as soon as this one was used

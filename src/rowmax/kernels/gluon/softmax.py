@@ -2,42 +2,37 @@
 
     m' = max(m, rowmax S),  P = exp(S - m'),  l' = l exp(m - m') + rowsum P
 
-`STEADY`: m is the maximum of the first key tile in which a row sees anything, and grows only where l does: once a thread of the
-row holds an l above 2^24, k with 2^k <= l are added to m, in units of log2, and l and O are scaled by 2^-k, before the next
-tile.
+`STEADY`: m is the maximum of the first key tile in which a row sees anything, and rises only where a score is above it by more
+than 24 in units of log2, by the next whole number k; l and O are scaled by 2^-k, exactly.
 
-    k = floor(log2 l) if l > 2^24 else 0,  m' = m + k,  P = exp(S - m'),  l' = l 2^-k + rowsum P
+    x = S - m,  k = ceil(rowmax x) if rowmax x > 24 else 0,  m' = m + k,  P = exp(x - k),  l' = l 2^-k + rowsum P
 
-So the loop takes no maxima, a sixth of its instructions. Weights of up to 2^127 are as exact in bf16 as those up to 1, and so
-is a sum of them in fp32; m is above the largest score by log2 of the number of keys at most. Scores must rise by about 100 in
-units of log2 from one key tile to the next before a weight, l or O exceeds fp32. It then stays infinite or NaN, which
-`forward.py` finds at the end, and `guard.py` computes these rows once more. m `[M, 4]` is there in each thread of a row, like
-l, and in units of log2; `LOWEST` stands for a row that has seen nothing: any finite score would make its weights infinite.
+Weights of up to 2^24 are as exact in bf16 as those up to 1, so is a sum of them in fp32, and an O of them overflows where V is
+above 2^80 only: `forward.py` finds that at the end, and `guard.py` computes such rows once more. Whether a row rises is asked
+of the bits of x: a positive number is above all integers of negative ones, and in the order of others, so the largest of three
+is one instruction, half as many as of maxima, and what a quad's threads hold is exchanged only where something rises: without
+32 instructions of a turn of about 400. m `[M, 4]` is there in each thread of a row, like l, and in units of log2; `LOWEST`
+stands for a row that has seen nothing: any finite score would make its weights infinite.
+
+Soft-caps of up to 60 bound scores, in units of log2 by 87. There m is the first maximum or 0, whichever is larger, and stays:
+weights are at most 2^87, and nothing is asked.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rowmax.kernels.gluon.layouts import axis_layout, kept_layout, row_layout
-from rowmax.kernels.gluon.names import settled
+from rowmax.kernels.gluon.names import as_bits, minus_unless_zero, risen
 from rowmax.kernels.gluon.scores import capped, each, exp2_of_capped, in_threads, of_threads, of_tile, thread_max
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)
-SETTLED = gl.constexpr(2.0**24)  # beyond what sums of normal scores reach, and far below 2^127
+RISES = gl.constexpr(24.0)  # beyond what normal scores reach, and far below 127
 
 
 @gluon.jit
 def thread_sum(p):
     """`[M, N]` to `[M, 4]`: what each thread of a quad holds of a row, summed."""
     return gl.sum(gl.sum(gl.sum(of_threads(p), 4), 2), 1)
-
-
-@gluon.jit
-def settle(m, l, alpha, STEADY: gl.constexpr):
-    """`(m, l, alpha)` before a tile: what O and l of the tiles before are scaled by. Without `STEADY` as they were."""
-    if STEADY:
-        l, m, alpha = settled(l, m, SETTLED)
-    return m, l, alpha
 
 
 @gluon.jit
@@ -87,15 +82,26 @@ def first_pivot(m, tops):
 
 
 @gluon.jit
+def _first(m):
+    return gl.full(m.shape, 1.0, gl.float32, m.type.layout)
+
+
+@gluon.jit
 def steady_step(s, m, l, scale_log2, FIRST: gl.constexpr):
-    """`(p, m, l)`; m and l of `settle`."""
+    """`(p, m, l, alpha)`."""
     if FIRST:
         m = steady_pivot(gl.max(s, 1) * scale_log2, thread_max(s))
-    p = of_tile(gl.exp2(of_threads(s) * scale_log2 - each(m)), s)
+    x = of_threads(s) * scale_log2 - each(m)
     if FIRST:
-        return p, m, thread_sum(p)
+        p = of_tile(gl.exp2(x), s)
+        return p, m, thread_sum(p), _first(m)
     else:
-        return p, m, l + thread_sum(p)
+        top = as_bits(x).permute(0, 3, 1, 2, 4).reshape([s.shape[0], 4, s.shape[1] // 4])
+        top = gl.convert_layout(gl.max(top, 2), m.type.layout)  # one axis: two are no maxima of three
+        m, l, alpha, rise = risen(top, m, l, RISES)
+        x, rise = gl.broadcast(x, each(rise))
+        p = of_tile(gl.exp2(minus_unless_zero(x, rise, s.shape[1] // 2)), s)
+        return p, m, l + thread_sum(p), alpha
 
 
 @gluon.jit
@@ -110,19 +116,27 @@ def steady_sloped_step(s, parts, own, m, l, scale_log2, FIRST: gl.constexpr):
     if FIRST:
         m = steady_pivot(gl.convert_layout(_sloped_top(s, parts, own), row_layout(s.type.layout)) * scale_log2, thread_max(s))
     rows = gl.expand_dims(gl.expand_dims(gl.convert_layout(m, kept_layout(LAYOUT)), 1), 3)
-    p = gl.exp2(parts * scale_log2 - (rows - own * scale_log2))
-    p = gl.convert_layout(p.reshape(s.shape), s.type.layout)
+    x = parts * scale_log2 - (rows - own * scale_log2)
     if FIRST:
-        return p, m, thread_sum(p)
+        p = gl.convert_layout(gl.exp2(x).reshape(s.shape), s.type.layout)
+        return p, m, thread_sum(p), _first(m)
     else:
-        return p, m, l + thread_sum(p)
+        top = as_bits(x).permute(0, 2, 1, 3).reshape([s.shape[0], 4, s.shape[1] // 4])
+        top = gl.convert_layout(gl.max(top, 2), m.type.layout)
+        m, l, alpha, rise = risen(top, m, l, RISES)
+        rise = gl.expand_dims(gl.expand_dims(gl.convert_layout(rise, kept_layout(LAYOUT)), 1), 3)
+        x, rise = gl.broadcast(x, rise)
+        p = gl.exp2(minus_unless_zero(x, rise, s.shape[1] // 2))
+        p = gl.convert_layout(p.reshape(s.shape), s.type.layout)
+        return p, m, l + thread_sum(p), alpha
 
 
 @gluon.jit
 def steady_capped_step(s, m, l, unit, factors, FIRST: gl.constexpr, SHORT: gl.constexpr):
-    """`steady_step` as `capped_step`."""
+    """`steady_step` as `capped_step`, of scores that are bounded."""
     if FIRST:
-        m = steady_pivot(gl.max(capped(thread_max(s), unit, factors, SHORT), 1), factors[0])
+        top = gl.max(capped(thread_max(s), unit, factors, SHORT), 1)
+        m = in_threads(gl.maximum(top, 0.0), factors[0])
     p = exp2_of_capped(s, unit, factors, m, SHORT)
     if FIRST:
         return p, m, thread_sum(p)
