@@ -123,7 +123,7 @@ _TABLE_PAIRS = {
     256: ("128x32 s3 q1 pingpong lazy dynamic g32", "128x32 s2 q1 pingpong lazy dynamic g32"),
 }
 # Whether plans take `steady` tiles where they may.
-_STEADY = True
+_STEADY = False
 # Where weights are dropped, and times over a call without dropout (H200, 16 heads, causal; d64 16k tokens, d256 8k):
 # d64: 1.730; 192x128 without pingpong, whose three consumers spill: 1.894; 128x128 without: 1.903; 192x64 without: 1.969.
 # d256: 1.386; with pingpong 1.467; both with three spills in a loop.
