@@ -168,8 +168,8 @@ MUTANTS = {
     ),
     "Q of the other consumer": (
         only(
-            "buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)\n    p =",
-            "buffer_of(round, BUILD.Q_STAGES, 0, BUILD.CONSUMERS), buffers, turn, BUILD)\n    p =",
+            "buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)\n    if not",
+            "buffer_of(round, BUILD.Q_STAGES, 0, BUILD.CONSUMERS), buffers, turn, BUILD)\n    if not",
         ),
         CAUSAL,
         STATIC,

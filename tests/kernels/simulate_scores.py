@@ -84,6 +84,7 @@ def _add_bias(x, bias):
 NAMES = {
     "LOWEST": backward_names.HIDDEN,
     "RISES": softmax.RISES.value,
+    "LEAST_PIVOT": softmax.LEAST_PIVOT.value,
     "capped_weights": _capped_weights,
     "add_bias": _add_bias,
     **{

@@ -144,3 +144,15 @@ def test_which_problems_may_be_steady():
         *((CAUSAL + " alibi", False, True), (CAUSAL + " alibi", True, False)),
     ):
         assert hopper.steady_for(Problem.parse(text), banded) == allowed
+
+
+@pytest.mark.parametrize("softcap", [2.0, 50.0])
+def test_a_row_that_sees_one_key_gives_its_value_unchanged(softcap):
+    """Whatever the sign of its score: a weight that bf16 would round is not 1."""
+    problem = Problem.parse(f"b1 h2 q128 k128 d64 bf16 causal softcap={softcap}")
+    operands = testing.operands(problem)
+    for sign in (-1, 1):
+        q = operands.q.clone()
+        q[:, 0] = sign * operands.k[:, 0] * 0.5
+        out, _, _ = simulate.forward(problem, operands._replace(q=q), HopperTile.parse(STEADY), late=False)
+        assert torch.equal(out[:, 0], operands.v[:, 0]), f"score of sign {sign}"

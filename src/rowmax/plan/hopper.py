@@ -6,7 +6,7 @@ Measured on an H200 with triton 3.6.0, bf16, beside FlashAttention-3: `benchmark
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, Optional
@@ -50,7 +50,10 @@ class HopperTile(Tile):
         pingpong: consumers issue their products in turn.
         lazy: the accumulator is scaled only where a maximum has grown by 2^8 and more.
         steady: lazy, and where `steady_for` lets it no maxima are taken but in the first key tile of a row: what weights are
-            relative to rises once a score is above it by 24 in units of log2 (`kernels/gluon/softmax.py`).
+            relative to rises once a score is above it by 24 in units of log2 (`kernels/gluon/softmax.py`). No plan takes it. To
+            ask costs what is saved: 1.00 of the time of `lazy` with d128 and d256, 1.06 to 1.18 with d64, 1.14 with ALiBi
+            (H200, 2k and 16k tokens, commit d45d7d8). With a soft-cap of 50, where nothing is asked, it took 1.25 of a plain
+            call (lazy 1.61 at 5aa1df8, not timed since); its pivots have changed since then.
         schedule: "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
         group_mb: heads are computed in groups whose K/V take this much of the L2 cache; 0: one head after another.
     """
@@ -122,8 +125,6 @@ _TABLE_PAIRS = {
     192: ("128x64 s3 q1 pingpong lazy dynamic g16", "128x64 s2 q1 pingpong lazy dynamic g16"),
     256: ("128x32 s3 q1 pingpong lazy dynamic g32", "128x32 s2 q1 pingpong lazy dynamic g32"),
 }
-# Whether plans take `steady` tiles where they may.
-_STEADY = False
 # Where weights are dropped, and times over a call without dropout (H200, 16 heads, causal; d64 16k tokens, d256 8k):
 # d64: 1.730; 192x128 without pingpong, whose three consumers spill: 1.894; 128x128 without: 1.903; 192x64 without: 1.969.
 # d256: 1.386; with pingpong 1.467; both with three spills in a loop.
@@ -293,18 +294,13 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     if problem.pairs:
         line = 64 < size <= (192 if problem.softcap else 256) and "q" not in _pairs_of(problem)
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
-        tile = _tile(tiles_of_row[causal] if line else beside["," in problem.bias], problem)
+        tile = HopperTile.parse(tiles_of_row[causal] if line else beside["," in problem.bias])
         return (tile,), f"beside a {'bias' if problem.bias else 'mask'}; of these tiles that of d128 was measured"
     if problem.dropout and size == 64:
-        return (_tile(_DROPS_64, problem),), "draws take registers that three consumers do not have: 1.73 times the plain call"
+        return (HopperTile.parse(_DROPS_64),), "draws take registers that three consumers lack: 1.73 times the plain call"
     if problem.dropout and size == 256 and causal:
-        return (_tile(_DROPS_256, problem),), "with draws, turns cost 6%: 1.39 times the plain call without them"
+        return (HopperTile.parse(_DROPS_256),), "with draws, turns cost 6%: 1.39 times the plain call without them"
     if causal and size == 64 and problem.len_k <= _SHORT and not problem.packed:
-        return (_tile(_SHORT_64, problem),), "few keys leave too little of a row tile of 192"
+        return (HopperTile.parse(_SHORT_64),), "few keys leave too little of a row tile of 192"
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal" if reached else "as for d128, not measured"
-    return (_tile(tiles_of_row[causal], problem),), why
-
-
-def _tile(text: str, problem: Problem) -> HopperTile:
-    tile = HopperTile.parse(text)
-    return replace(tile, steady=tile.lazy and _STEADY and steady_for(problem))
+    return (HopperTile.parse(tiles_of_row[causal]),), why

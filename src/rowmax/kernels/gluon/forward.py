@@ -76,6 +76,7 @@ from rowmax.kernels.gluon.ring import (
 from rowmax.kernels.gluon.scores import (
     add_slopes,
     cap_scores,
+    capped,
     capped_tile,
     each,
     of_threads,
@@ -89,6 +90,7 @@ from rowmax.kernels.gluon.softmax import (
     capped_step,
     finish,
     first_pivot,
+    not_far_below,
     online_step,
     sloped_step,
     steady_capped_step,
@@ -163,8 +165,12 @@ def _softmax(
             row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
             col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
             s = hide(s, row, col, len_k, len_k - len_q, band, float("-inf"))
-            if BUILD.STEADY and not (FIRST or BUILD.CAP):  # rows that have seen nothing before
-                m = first_pivot(m, thread_max(s) * (1.0 if BUILD.PRESCALE else scale_log2))
+            if BUILD.STEADY and not FIRST:  # rows that have seen nothing before
+                if BUILD.CAP:
+                    tops = capped(thread_max(s), 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)
+                    m = not_far_below(first_pivot(m, tops))
+                else:
+                    m = first_pivot(m, thread_max(s) * (1.0 if BUILD.PRESCALE else scale_log2))
     if BUILD.ALIBI != "":
         if BUILD.CAP and BUILD.GIVEN != "bias":
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)

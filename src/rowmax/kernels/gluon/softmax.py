@@ -14,8 +14,9 @@ is one instruction, half as many as of maxima, and what a quad's threads hold is
 32 instructions of a turn of about 400. m `[M, 4]` is there in each thread of a row, like l, and in units of log2; `LOWEST`
 stands for a row that has seen nothing: any finite score would make its weights infinite.
 
-Soft-caps of up to 60 bound scores, in units of log2 by 87. There m is the first maximum or 0, whichever is larger, and stays:
-weights are at most 2^87, and nothing is asked.
+Soft-caps of up to 60 bound scores, in units of log2 by 87. There m is the first maximum or -16, whichever is larger, and stays:
+weights are at most 2^103, their sums far below 2^127, and nothing is asked. (With 0 in place of -16 a row that sees one key
+with a negative score has a weight that bf16 rounds: right by element, but four times the error of the textbook on an H200.)
 """
 
 from triton.experimental import gluon
@@ -26,6 +27,7 @@ from rowmax.kernels.gluon.names import as_bits, minus_unless_zero, risen
 from rowmax.kernels.gluon.scores import capped, each, exp2_of_capped, in_threads, of_threads, of_tile, thread_max
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)
+LEAST_PIVOT = gl.constexpr(-16.0)
 RISES = gl.constexpr(24.0)  # beyond what normal scores reach, and far below 127
 
 
@@ -82,6 +84,12 @@ def first_pivot(m, tops):
 
 
 @gluon.jit
+def not_far_below(m):
+    """The pivot of bounded scores, so that none is above it by more than 103."""
+    return gl.where(m == LOWEST, m, gl.maximum(m, LEAST_PIVOT))
+
+
+@gluon.jit
 def _first(m):
     return gl.full(m.shape, 1.0, gl.float32, m.type.layout)
 
@@ -135,8 +143,7 @@ def steady_sloped_step(s, parts, own, m, l, scale_log2, FIRST: gl.constexpr):
 def steady_capped_step(s, m, l, unit, factors, FIRST: gl.constexpr, SHORT: gl.constexpr):
     """`steady_step` as `capped_step`, of scores that are bounded."""
     if FIRST:
-        top = gl.max(capped(thread_max(s), unit, factors, SHORT), 1)
-        m = in_threads(gl.maximum(top, 0.0), factors[0])
+        m = not_far_below(steady_pivot(gl.max(capped(thread_max(s), unit, factors, SHORT), 1), factors[0]))
     p = exp2_of_capped(s, unit, factors, m, SHORT)
     if FIRST:
         return p, m, thread_sum(p)
