@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from rowmax.cpu import blocks
+
 STRETCHES = 20
 
 
@@ -63,6 +65,7 @@ def _forget_shapes() -> None:
     for thing in gc.get_objects():
         if type(thing) is functools._lru_cache_wrapper and (thing.__module__ or "").startswith("rowmax"):
             thing.cache_clear()
+    vars(blocks._of_thread).clear()
 
 
 def _step(machine, rnd: random.Random) -> None:
