@@ -278,12 +278,12 @@ MUTANTS = {
         ACROSS,
     ),
     "one key more": (
-        only("seen = eights < gl.minimum(end_key(rows, len_k", "seen = eights <= gl.minimum(end_key(rows, len_k"),
+        only("seen = eights < gl.minimum(end_key", "seen = eights <= gl.minimum(end_key"),
         WINDOW,
         ACROSS,
         "probe",
     ),
-    "one key less": (only("(eights >= first_key(rows, len_k", "(eights > first_key(rows, len_k"), WINDOW, ACROSS, "probe"),
+    "one key less": (only("(eights >= first_key(", "(eights > first_key("), WINDOW, ACROSS, "probe"),
     # where it lies
     "K of another head": (only("head // BUILD.GROUP, turn, BUILD.STAGES", "head * 0, turn, BUILD.STAGES"), BATCHES, ACROSS),
     "V of another head": (only("head // BUILD.GROUP, turn, BUILD.V_STAGES", "head, turn, BUILD.V_STAGES"), GROUPED, ACROSS),

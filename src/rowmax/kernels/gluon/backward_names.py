@@ -3,11 +3,11 @@
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 
+from rowmax.kernels.gluon.given import LARGEST
 from rowmax.kernels.gluon.names import NEAR, TANH, _hexadecimal
+from rowmax.numerics import LOG2E
 
 HIDDEN = -3.4028234663852886e38  # the lowest number: the argument of tanh where a query does not see a key
-MOST = 3e38  # that a biased score counts as, in units of log2: `given.LARGEST`
-LOG2E = 1.4426950408889634
 
 
 @_core.builtin
@@ -44,8 +44,8 @@ def capped_weights(z, lse, unit, far, dtype, count, _semantic=None, _generator=N
 
 @_core.builtin
 def add_bias(x, bias, _semantic=None, _generator=None):
-    """`x + bias log2(e)`, at most `MOST`; rounded towards zero the lowest number of a type stays one, as in `given.py`."""
-    code = f"{{ .reg .f32 y; fma.rz.f32 y, $2, {_hexadecimal(LOG2E)}, $1; min.NaN.f32 $0, y, {_hexadecimal(MOST)}; }}"
+    """`x + bias log2(e)`, at most `LARGEST`; rounded towards zero the lowest number of a type stays one, as in `given.py`."""
+    code = f"{{ .reg .f32 y; fma.rz.f32 y, $2, {_hexadecimal(LOG2E)}, $1; min.NaN.f32 $0, y, {_hexadecimal(LARGEST)}; }}"
     options = {"dtype": gl.float32, "is_pure": True, "pack": 1, "_semantic": _semantic}
     return gl.inline_asm_elementwise(code, "=f,f,f", [x, bias], **options)
 

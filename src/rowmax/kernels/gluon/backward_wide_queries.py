@@ -35,7 +35,7 @@ from rowmax.kernels.gluon.backward_walk import (
     NOTES,
     _note,
 )
-from rowmax.kernels.gluon.index import along
+from rowmax.kernels.gluon.index import hide
 from rowmax.kernels.gluon.layouts import (
     number_layout,
     out_layout,
@@ -46,7 +46,7 @@ from rowmax.kernels.gluon.layouts import (
 )
 from rowmax.kernels.gluon.names import store_wait
 from rowmax.kernels.gluon.ring import buffer_of, fill, open_ring, release, wait_full
-from rowmax.kernels.tile_ops import end_key, first_key, key_ranges
+from rowmax.kernels.tile_ops import end_key, key_ranges
 
 ROWS = gl.constexpr(64)  # of a consumer
 CONSUMERS = gl.constexpr(2)
@@ -131,20 +131,6 @@ def _row_producer(ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _hide_keys(ds, row, col, len_q, len_k, band):
-    """0 where a query does not see a key. Keys are 8 i + 2 t + e; a thread has every i: constants to compare with."""
-    parts = ds.reshape([ds.shape[0], ds.shape[1] // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    rows = row + along(ds.shape[0], LAYOUT, 0)
-    eights = 8 * along(parts.shape[1], LAYOUT, 1)
-    own = col + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
-    seen = eights < gl.minimum(end_key(rows, len_k - len_q, len_k, band), len_k) - own
-    if band.left is not None:
-        seen = seen & (eights >= first_key(rows, len_k - len_q, band) - own)
-    return gl.convert_layout(gl.where(seen, parts, 0.0).reshape(ds.shape), ds.type.layout)
-
-
-@gluon.jit
 def _row_scores(rows, buffers, col, turn, CONSUMER: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):
     """`[queries, keys]` of Q and K, or of dO and V, of a turn: issued, not awaited."""
     a = rows.index(CONSUMER + _nothing(col)).reshape([ROWS, BLOCK])
@@ -162,7 +148,10 @@ def _row_gradient(
     ds = p * (dp - delta)
     col = start + turn * BLOCK_N
     if (col < full) | (col >= full_end):
-        ds = _hide_keys(ds, _note(notes, COL) + CONSUMER * ROWS, col, _note(notes, LEN_Q), _note(notes, LEN_K), band)
+        row = _note(notes, COL) + CONSUMER * ROWS
+        len_q = _note(notes, LEN_Q)
+        len_k = _note(notes, LEN_K)
+        ds = hide(ds, row, col, len_k, len_k - len_q, band, 0.0)
     k = k_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BLOCK_N, BUILD.BLOCK_D])
     return warpgroup_mma(gl.convert_layout(ds.to(k_buffers.dtype), weight_layout(BUILD.BLOCK_D)), k, dq, is_async=True)
 
