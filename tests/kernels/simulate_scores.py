@@ -78,7 +78,7 @@ def _odd_part(square):
 
 
 def _add_bias(x, bias):
-    return torch.minimum(_towards_zero(x, bias, backward_names.LOG2E), torch.tensor(backward_names.MOST))
+    return torch.minimum(_towards_zero(x, bias, backward_names.LOG2E), torch.tensor(backward_names.LARGEST.value))
 
 
 NAMES = {

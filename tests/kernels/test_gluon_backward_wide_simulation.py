@@ -273,7 +273,7 @@ MUTANTS = {
     "nothing hidden at the begin": (only(EDGES, "col >= full_end"), WINDOW, ACROSS),
     "nothing hidden at the end": (only(EDGES, "col < full"), WINDOW, ACROSS),
     "the other consumer's rows hidden": (
-        only("_hide_keys(ds, _note(notes, COL) + CONSUMER * ROWS,", "_hide_keys(ds, _note(notes, COL),"),
+        only("row = _note(notes, COL) + CONSUMER * ROWS\n        len_q", "row = _note(notes, COL)\n        len_q"),
         CAUSAL,
         ACROSS,
     ),

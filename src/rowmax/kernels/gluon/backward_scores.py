@@ -27,7 +27,7 @@ LOWEST = gl.constexpr(HIDDEN)
 
 
 @gluon.jit
-def hide(p, row, col, len_q, len_k, band, hidden):
+def hide_queries(p, row, col, len_q, len_k, band, hidden):
     """`hidden` where a query does not see a key. Queries are 8 i + 2 t + e; a thread has every i: constants to compare with."""
     parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
@@ -52,7 +52,7 @@ def _weights_of_capped(z, lse, place, edge, unit, band, dtype: gl.constexpr):
     """`(weights, p)`. What is hidden has no say in how the cap is computed."""
     row, col, len_q, len_k = place
     if edge:
-        z = hide(z, row, col, len_q, len_k, band, LOWEST)
+        z = hide_queries(z, row, col, len_q, len_k, band, LOWEST)
         far = _far(gl.where(z == LOWEST, 0.0, z))
     else:
         far = _far(z)
@@ -127,5 +127,5 @@ def weights_of(
             p = gl.exp2(x - gl.expand_dims(lse, 0))
         if (row < full) | (row >= full_end):
             col = _note(notes, COL) + CONSUMER * KEYS
-            p = hide(p, row - _note(notes, BEGIN_Q), col, _note(notes, LEN_Q), _note(notes, LEN_K), band, 0.0)
+            p = hide_queries(p, row - _note(notes, BEGIN_Q), col, _note(notes, LEN_Q), _note(notes, LEN_K), band, 0.0)
         return p.to(dtype), p

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rowmax.kernels.address import line_begin
 from rowmax.kernels.gluon.backward import _mark, _nothing, _scores, _store
-from rowmax.kernels.gluon.backward_scores import hide
+from rowmax.kernels.gluon.backward_scores import hide_queries
 from rowmax.kernels.gluon.backward_walk import (
     BATCH,
     BEGIN_K,
@@ -163,7 +163,7 @@ def _weights(s, turn, line, ranges, notes, band, scale_log2, buffers, share_ring
     lse = lse_buffers.index(i).reshape([QUERIES]).load(column_layout(score_layout(QUERIES)))
     p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
     if (row < full) | (row >= full_end):
-        p = hide(p, row - _note(notes, BEGIN_Q), _note(notes, COL), _note(notes, LEN_Q), _note(notes, LEN_K), band, 0.0)
+        p = hide_queries(p, row - _note(notes, BEGIN_Q), _note(notes, COL), _note(notes, LEN_Q), _note(notes, LEN_K), band, 0.0)
     shares.index(i).store(_to_own(p))
     give(share_ring, turn, BUILD.STAGES)
     return gl.convert_layout(p.to(q_buffers.dtype), weight_layout(BUILD.BLOCK_DV))
