@@ -1,6 +1,6 @@
 """Small calls of every kernel under NVIDIA's compute-sanitizer: memory that is not ours, and races in shared memory.
 
-    python tests/gpu_sanitizer.py [--tool memcheck --tool racecheck] [--json FILE] [--time-limit 120]
+    python tests/gpu_sanitizer.py [--tool memcheck --tool racecheck] [--job WORD] [--json FILE] [--time-limit 120]
 
 A process first builds the kernels without the tool, several side by side; then each tool watches one process that runs all
 calls with the caching allocator off, so that what lies beside a tensor belongs to nobody. Every call is also checked against
@@ -73,9 +73,14 @@ def job(number: int) -> str:
     return said
 
 
-def watched(tool: str, seconds: float) -> dict:
-    """All jobs in one process under the tool."""
+def name_of(number: int) -> str:
+    return " ".join(CALLS[number]) if number < len(CALLS) else CHECKS[number - len(CALLS)]
+
+
+def watched(tool: str, words: list[str], seconds: float) -> dict:
+    """The jobs with one of `words` in their name, or all, in one process under the tool."""
     command = [find(), "--tool", tool, "--print-limit", "8", sys.executable, str(Path(__file__).resolve()), "--child"]
+    command += [part for word in words for part in ("--job", word)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = time.monotonic()
     try:
@@ -93,7 +98,7 @@ def watched(tool: str, seconds: float) -> dict:
         "summary": [line.strip("= ") for line in lines if "SUMMARY" in line],
         "kinds": sorted({re.sub(r"0x[0-9a-f]+|\d+", "#", line.strip("= "))[:160] for line in lines if _is_kind(line)})[:40],
     }
-    print(f"{tool}: {len(found['finished'])} of {len(CALLS) + len(CHECKS)} jobs, {found['summary']}, {found['seconds']} s")
+    print(f"{tool}: {len(found['finished'])} jobs, {found['summary']}, {found['seconds']} s")
     for line in (*found["wrong"], *found["kinds"]):
         print("  " + line)
     return found
@@ -110,16 +115,16 @@ def find() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", action="append", choices=(*TOOLS, "synccheck", "initcheck"), help="repeatable; default: both")
+    parser.add_argument("--job", action="append", default=[], metavar="WORD", help="jobs with it in their name; repeatable")
     parser.add_argument("--json", type=Path, help="write what was found")
     parser.add_argument("--time-limit", type=float, default=120.0, metavar="S", help="of each tool")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    numbers = range(len(CALLS) + len(CHECKS))
+    numbers = [n for n in range(len(CALLS) + len(CHECKS)) if not options.job or any(word in name_of(n) for word in options.job)]
     if options.child:
         for number in numbers:
             said = job(number)
-            name = " ".join(CALLS[number]) if number < len(CALLS) else CHECKS[number - len(CALLS)]
-            print(f"wrong {name}: {said}" if said else f"finished {name}", flush=True)
+            print(f"wrong {name_of(number)}: {said}" if said else f"finished {name_of(number)}", flush=True)
         return 0
     import record
     from rowmax.analysis import workers
@@ -128,7 +133,7 @@ def main() -> int:
     for number, outcome in enumerate(ahead):
         if outcome.error or outcome.value:
             print(f"without a tool, job {number}: {outcome.error or outcome.value}")
-    found = [watched(tool, options.time_limit) for tool in options.tool or TOOLS]
+    found = [watched(tool, options.job, options.time_limit) for tool in options.tool or TOOLS]
     if options.json:
         import torch
 

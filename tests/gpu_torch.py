@@ -16,29 +16,44 @@ def check(function):
     return function
 
 
-@check
-def a_tensor_on_another_device_than_the_current_one():
+ON_ANOTHER_DEVICE = {
+    "small": "b1 h2 q50 k50 d64 bf16 causal",
+    "deterministic": "b2 h4/2 q600 k600 d128 bf16 causal deterministic",
+    "wide": "b2 h4/2 q300 k300 d256 bf16 causal",
+    "packed": "b3 h4/2 q300 k300 d128 fp16 packed causal",
+    "bent": "b3 h4/2 q300 k300 d64 fp32 packed window(50,0) softcap=20.0 sink",
+    "decoding": "b2 h8/2 q1 k900 d128 bf16 causal",
+}
+
+
+def _on_another_device(run):
     """Every entry, while another device is current, while their own is, and while another is once more: launches that were kept
     are those of a device. Needs two; their results lie where the operands do, and nothing on the other."""
-    if torch.cuda.device_count() < 2:
-        return
-    texts = (
-        "b1 h2 q50 k50 d64 bf16 causal",
-        "b2 h4/2 q600 k600 d128 bf16 causal deterministic",
-        "b2 h4/2 q300 k300 d256 bf16 causal",
-        "b3 h4/2 q300 k300 d128 fp16 packed causal",
-        "b3 h4/2 q300 k300 d64 fp32 packed window(50,0) softcap=20.0 sink",
-        "b2 h8/2 q1 k900 d128 bf16 causal",
-    )
-    for current in (0, 0, 1, 0):
-        with torch.cuda.device(current):
-            before = torch.cuda.memory_allocated(0)
-            for text in texts:
-                report = testing.check(Problem.parse(text), device="cuda:1")
-                assert report.ok, f"while cuda:{current} is current: {report}"
-            _pages_and_parts_on("cuda:1")
-            assert torch.cuda.current_device() == current
-            assert torch.cuda.memory_allocated(0) <= before
+
+    def check_device():
+        if torch.cuda.device_count() < 2:
+            return
+        for current in (0, 0, 1, 0):
+            with torch.cuda.device(current):
+                before = torch.cuda.memory_allocated(0)
+                run(f"while cuda:{current} is current")
+                assert torch.cuda.current_device() == current
+                assert torch.cuda.memory_allocated(0) <= before
+
+    return check_device
+
+
+def _call(text):
+    def run(when):
+        report = testing.check(Problem.parse(text), device="cuda:1")
+        assert report.ok, f"{when}: {report}"
+
+    return run
+
+
+# One check each, so that processes side by side build their kernels.
+CHECKS |= {f"a_tensor_on_another_device_{name}": _on_another_device(_call(text)) for name, text in ON_ANOTHER_DEVICE.items()}
+CHECKS["a_tensor_on_another_device_pages"] = _on_another_device(lambda when: _pages_and_parts_on("cuda:1"))
 
 
 def _pages_and_parts_on(device):
