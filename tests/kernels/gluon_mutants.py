@@ -42,6 +42,8 @@ FREE_K, FREE_V = "        " + FREE_FIRST_K, "                release(v_ring, tur
 FREE_LAST_V = "                release(v_ring, v_turn, BUILD.STAGES)\n"
 FIRST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 LOOP, ELSE = "turn, turn - 1, buffers, rings, CONSUMER, BUILD\n                )\n", "            else:\n"
+LOOP += '                if BUILD.STEADY and (not BUILD.CAP or BUILD.ALIBI != ""):  # capped scores are bounded\n'
+LOOP += "                    m, l, alpha = settle(m, l)\n"
 WAIT_S = "                s = warpgroup_mma_wait(1, deps=[s])\n"
 BOTH = "                s, acc = warpgroup_mma_wait(0, deps=[s, acc])\n"
 ACC = "                acc = warpgroup_mma_wait(0, deps=[acc])\n"

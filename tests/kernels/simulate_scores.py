@@ -49,14 +49,12 @@ def _keep(p, rows, call, head, sequence, low, high, least, columns):
     return torch.where(draws[:, first : first + columns] >= int(least) & 0xFFFF, p, torch.zeros_like(p))
 
 
-def _risen(top, m, l, bound):
+def _settled(l, m, bound):
     """Of rows `[64, 4]`: all of a quad alike."""
-    most = top.amax(1, keepdim=True).expand(top.shape).contiguous()
-    least = torch.tensor(bound, dtype=torch.float32).view(torch.int32)
-    m_new = m + torch.where(most > least, most.view(torch.float32).ceil(), 0.0)
-    rise = m_new - m
-    alpha = exp2(-rise)
-    return m_new, l * alpha, alpha, rise
+    top = torch.where(l.isnan(), 0.0, l).amax(1, keepdim=True).expand(l.shape)
+    k = torch.where(top > bound, (torch.frexp(top.clamp(max=2.0**126)).exponent - 1).float(), 0.0)
+    alpha = torch.exp2(-k)
+    return l * alpha, m + k, alpha
 
 
 def _capped_weights(z, lse, unit, far, dtype, count):
@@ -83,7 +81,7 @@ def _add_bias(x, bias):
 
 NAMES = {
     "LOWEST": backward_names.HIDDEN,
-    "RISES": softmax.RISES.value,
+    "SETTLED": softmax.SETTLED.value,
     "LEAST_PIVOT": softmax.LEAST_PIVOT.value,
     "capped_weights": _capped_weights,
     "add_bias": _add_bias,
@@ -97,8 +95,7 @@ NAMES = {
     "tanh_where": lambda x, wanted, factor, count: torch.where(wanted != 0, torch.tanh(x * factor) / factor, x),
     "odd": _odd,
     "exp2_of_odd": lambda *given: exp2(_odd(*given[:-1]) - given[-1]),
-    "risen": _risen,
-    "minus_unless_zero": lambda x, rise, count: x - rise,
+    "settled": _settled,
     "sum_of_sizes": lambda a, b: (a.abs() + b.abs()).view(torch.int32),
     "add_product": _towards_zero,
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
@@ -106,10 +103,6 @@ NAMES = {
     "uniform": lambda x: x,
     "keep": _keep,
 }
-
-
-def _bits(x) -> int:
-    return int(np.float32(x).view(np.int32))
 
 
 # ---- PTX ---------------------------------------------------------------------------------------------------------------------
@@ -132,9 +125,11 @@ _OPERATIONS = {
     "selp": lambda a, b, condition: a if condition else b,
     "or": lambda a, b: a or b,
     "max": lambda a, b: a if b != b else b if a != a else max(a, b),
-    "cvt.rpi": np.ceil,
-    "max.s32": lambda a, b: a if _bits(a) >= _bits(b) else b,
-    "setp.gt.s32": lambda a, b: _bits(a) > _bits(b),
+    "min.u32": min,
+    "sub.u32": lambda a, b: a - b,
+    "shr.u32": lambda a, b: int(np.float32(a).view(np.uint32)) >> b,
+    "shl.b32": lambda a, b: np.uint32(a << b).view(np.float32),
+    "cvt.rn.f32.s32": np.float32,
     "shfl": lambda a, *_: a,  # of one thread
     "setp.gt.f32": lambda a, b: a > b,
     "setp.gtu": lambda a, b: not a <= b,
@@ -211,6 +206,4 @@ def _run(code: str, registers: dict) -> None:
 def _value(word: str, registers: dict):
     if word.startswith("0f"):
         return np.float32(struct.unpack(">f", bytes.fromhex(word[2:]))[0])
-    return (
-        np.uint32(int(word, 16)).view(np.float32) if word.startswith("0x") else int(word) if word.isdigit() else registers[word]
-    )
+    return 0 if word.startswith("0x") else int(word) if word.isdigit() else registers[word]

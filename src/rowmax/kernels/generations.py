@@ -2,7 +2,7 @@
 
 import torch
 
-from rowmax.kernels.launch import Call, _bounded, _constants, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.launch import Call, _bounded, _constants, _prescaled, _programs, _row_tiles, _strides
 from rowmax.kernels.triton.dense import output_kernel, scores_kernel, softmax_kernel
 from rowmax.kernels.triton.kv_outer import kv_outer_kernel
 from rowmax.numerics import LOG2E
@@ -10,8 +10,6 @@ from rowmax.plan.generations import SOFTMAX_TILE, score_columns
 from rowmax.plan.tile import Tile
 from rowmax.plan.warp_split import WarpTile
 from rowmax.problem import Operands, Problem
-
-GUARDED = 16  # marks that a program of the guard kernel looks at
 
 
 def calls(algorithm: str, problem: Problem, operands: Operands, tile: Tile, out, lse) -> tuple[Call, ...]:
@@ -66,6 +64,7 @@ def warp_split_calls(problem: Problem, operands: Operands, tile: WarpTile, out, 
     """The forward, and the kernel that computes row tiles once more whose result is NaN."""
     from rowmax.kernels.gluon.guard import guard_kernel
     from rowmax.kernels.gluon.warp_split import warp_split_kernel
+    from rowmax.kernels.hopper_forward import GUARDED_FLAGS, guard_tile
 
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
@@ -79,12 +78,12 @@ def warp_split_calls(problem: Problem, operands: Operands, tile: WarpTile, out, 
         *(*_constants(problem, tile), tile.groups, tile.share == "late", tile.stages),
     )
     forward = Call(warp_split_kernel, programs, tensors, numbers, tile)
+    again = guard_tile(problem, tile.block_m)
     numbers = (
         *(_strides(q), _strides(k), _strides(v), _strides(out), None, None, None, scale_log2, None, band),
-        problem.batch,
-        *(problem.heads_q, tiles, programs, problem.len_q, problem.len_k, problem.group, problem.dim_qk, problem.dim_v),
-        *(_padded(problem.dim_qk), _padded(problem.dim_v), tile.block_m, GUARDED, False, False),
+        *(problem.batch, problem.heads_q, tiles, programs, problem.len_q, problem.len_k),
+        *(*_constants(problem, again), _prescaled(problem), again.stages, GUARDED_FLAGS, False, False),
     )
     # No slopes, sink, bias, mask or seed; nor strides and odds of the last three.
-    guard = Call(guard_kernel, -(-programs // GUARDED), (*tensors, *(None,) * 5), numbers, Tile(GUARDED, 1, 4, 1))
+    guard = Call(guard_kernel, -(-programs // GUARDED_FLAGS), (*tensors, *(None,) * 5), numbers, again)
     return forward, guard

@@ -10,7 +10,18 @@ import torch
 import triton
 
 from rowmax.kernels import scratch
-from rowmax.kernels.launch import Call, _bounded, _cap, _given, _launch, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.launch import (
+    Call,
+    _bounded,
+    _cap,
+    _constants,
+    _given,
+    _launch,
+    _prescaled,
+    _programs,
+    _row_tiles,
+    _strides,
+)
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
@@ -18,7 +29,7 @@ from rowmax.plan.hopper import HopperTile, cap_factor, given_bytes, given_stages
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
-GUARDED_FLAGS = 16  # of 64 rows each that a program of the guard kernel looks at: it computes suspect ones after one another
+GUARDED_FLAGS = 16  # of 64 rows each that a program of a guard looks at together: it computes suspect ones after one another
 EARLY = not triton.knobs.runtime.interpret  # the guard kernel is launched while the forward runs, and waits for it
 GIVEN_AT = 15  # of the forward's tensors
 ALIGNED = 16  # elements, of any type a multiple of 16 bytes
@@ -151,16 +162,21 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     tensors = (*tensors, *scores, given_descriptor(problem, operands, CONSUMER_ROWS, tile.block_n), pairs[2])
     forward = Call(hopper_kernel, min(sms, total), tensors, numbers, tile)
 
+    again = guard_tile(problem, CONSUMER_ROWS)
     numbers = (
         *(_strides(q), _strides(k), _strides(v), _strides(out), *pairs[3:]),
         *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, flag_tiles, flags, problem.len_q, problem.len_k),
-        *(problem.group, problem.dim_qk, problem.dim_v, _padded(problem.dim_qk), _padded(problem.dim_v)),
-        *(CONSUMER_ROWS, GUARDED_FLAGS, EARLY, problem.alibi == "batch"),
+        *(*_constants(problem, again), _prescaled(problem), again.stages, GUARDED_FLAGS, EARLY, problem.alibi == "batch"),
     )
     tensors = (q, k, v, out, lse, suspect, cu_seqlens_q, cu_seqlens_k, *scores, *pairs[:3])
-    guard = Call(guard_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(GUARDED_FLAGS, 1, 4, 1), EARLY)
+    guard = Call(guard_kernel, min(2 * sms, flags), tensors, numbers, again, EARLY)
     return *first, forward, guard
+
+
+def guard_tile(problem: Problem, rows: int) -> Tile:
+    """With which the guard kernel computes so many rows once more."""
+    return Tile(rows, 64 if max(problem.dim_qk, problem.dim_v) <= 128 else 32, 4, 2)
 
 
 def _scored(problem: Problem) -> tuple[bool, Optional[float]]:

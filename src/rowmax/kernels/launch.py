@@ -198,13 +198,20 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
     extra = (operands.slopes, operands.sink, *given[:3], operands.numbers)
     scores, none = ((), (None,) * len(extra)) if problem.plain else (extra, ())
     tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scores)
-    prescale = problem.scale <= 0 or problem.softcap > 0 or bool(problem.alibi or problem.bias or problem.score_mod)
     function, _, count = _functions(problem)
     numbers = (
         *(*none, _strides(q), _strides(k), _strides(v), _strides(out), *given[3:]),
         *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(*_constants(problem, tile), prescale, tile.stages, tile.descriptors, problem.alibi == "batch", function, count),
+        *(
+            *_constants(problem, tile),
+            _prescaled(problem),
+            tile.stages,
+            tile.descriptors,
+            problem.alibi == "batch",
+            function,
+            count,
+        ),
     )
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
@@ -281,6 +288,11 @@ def _bounded(problem: Problem) -> AnyBand:
 def _cap(problem: Problem) -> Optional[tuple[float, float]]:
     """As `tile_ops.bend` takes it."""
     return (problem.scale / problem.softcap, problem.softcap * LOG2E) if problem.softcap else None
+
+
+def _prescaled(problem: Problem) -> bool:
+    """For `PRESCALE` of `triton/forward.py`."""
+    return problem.scale <= 0 or problem.softcap > 0 or bool(problem.alibi or problem.bias or problem.score_mod)
 
 
 def _has_work(problem: Problem) -> bool:

@@ -50,10 +50,7 @@ class HopperTile(Tile):
         pingpong: consumers issue their products in turn.
         lazy: the accumulator is scaled only where a maximum has grown by 2^8 and more.
         steady: lazy, and where `steady_for` lets it no maxima are taken but in the first key tile of a row: what weights are
-            relative to rises once a score is above it by 24 in units of log2 (`kernels/gluon/softmax.py`). No plan takes it. To
-            ask costs what is saved: 1.00 of the time of `lazy` with d128 and d256, 1.06 to 1.18 with d64, 1.14 with ALiBi
-            (H200, 2k and 16k tokens, commit d45d7d8). With a soft-cap of 50, where nothing is asked, it took 1.25 of a plain
-            call (lazy 1.61 at 5aa1df8, not timed since); its pivots have changed since then.
+            relative to grows once their sum is above 2^24 (`kernels/gluon/softmax.py`).
         schedule: "static", block i of n takes every n-th tile; "dynamic", blocks take the next one.
         group_mb: heads are computed in groups whose K/V take this much of the L2 cache; 0: one head after another.
     """

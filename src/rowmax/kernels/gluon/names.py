@@ -124,61 +124,41 @@ def any_above(x, bound, _semantic=None, _generator=None):
 
 
 @_core.builtin
-def risen(top, m, l, bound, _semantic=None, _generator=None):
-    """`(m, l, alpha, rise)`: rows with a `top` above `bound` rise by k, the next whole number: m + k, l 2^-k; alpha is 2^-k.
+def settled(l, m, bound, _semantic=None, _generator=None):
+    """`(l, m, alpha)`: where a thread of a row has l above `bound`, l times alpha = 2^-k, near 1, and m + k; else alpha is 1.
 
-    All `[M, 4]`: a number of a row in each thread of its quad, two rows a thread; k is of the largest `top` of a quad. `top`:
-    the bits of a number, as integers in the order of positive ones, NaN above all. In most tiles two comparisons and a vote.
+    All `[M, 4]`: a number of a row in each thread of its quad, which agree on k; two rows a thread. An infinite l stays so. In
+    most tiles this is two comparisons and a vote.
     """
-    least = "0x" + struct.pack(">f", _core._unwrap_if_constexpr(bound)).hex()
-    code = ["{ .reg .pred here, other; .reg .b32 most, far; .reg .f32 k;"]
-    code += [f"mov.f32 ${4 + i}, 0f3F800000;\nmov.f32 ${6 + i}, 0f00000000;" for i in range(2)]
-    code += [
-        f"setp.gt.s32 here, $8, {least};",
-        f"setp.gt.s32 other, $9, {least};",
+    code = [
+        "{ .reg .pred here, other; .reg .b32 top, far; .reg .f32 rise;",
+        "mov.f32 $4, 0f3F800000;",
+        "mov.f32 $5, 0f3F800000;",
+        f"setp.gt.f32 here, $0, {_hexadecimal(bound)};",
+        f"setp.gt.f32 other, $1, {_hexadecimal(bound)};",
         "or.pred here, here, other;",
         "vote.sync.any.pred here, here, 0xffffffff;",
-        "@!here bra RISEN_${:uid};",
+        "@!here bra SETTLED_${:uid};",
     ]
     for i in range(2):
-        code += [f"mov.b32 most, ${8 + i};"]
-        code += [f"shfl.sync.bfly.b32 far, most, {way}, 31, 0xffffffff;\nmax.s32 most, most, far;" for way in (1, 2)]
+        code += [f"mov.b32 top, ${i};"]
+        code += [f"shfl.sync.bfly.b32 far, top, {way}, 31, 0xffffffff;\nmax.f32 top, top, far;" for way in (1, 2)]
         code += [
-            f"setp.gt.s32 other, most, {least};",
-            "mov.b32 k, most;",
-            "cvt.rpi.f32.f32 k, k;",
-            "selp.f32 k, k, 0f00000000, other;",
-            f"add.rn.f32 k, k, ${i};",
-            f"sub.rn.f32 ${6 + i}, k, ${i};",  # as much as m has grown by, rounded
-            f"mov.f32 ${i}, k;",
-            f"sub.rn.f32 k, 0f00000000, ${6 + i};",
-            f"ex2.approx.ftz.f32 ${4 + i}, k;",
-            f"mul.rn.f32 ${2 + i}, ${2 + i}, ${4 + i};",
+            f"setp.gt.f32 other, top, {_hexadecimal(bound)};",
+            "shr.u32 far, top, 23;",  # 127 + k
+            "min.u32 far, far, 253;",
+            "sub.u32 top, 254, far;",
+            "shl.b32 top, top, 23;",
+            f"selp.f32 ${4 + i}, top, 0f3F800000, other;",
+            "sub.u32 far, far, 127;",
+            "cvt.rn.f32.s32 rise, far;",
+            "selp.f32 rise, rise, 0f00000000, other;",
+            f"mul.rn.f32 ${i}, ${i}, ${4 + i};",
+            f"add.rn.f32 ${2 + i}, ${2 + i}, rise;",
         ]
-    code.append("RISEN_${:uid}: }")
-    options = {"dtype": (gl.float32,) * 4, "is_pure": True, "pack": 2, "_semantic": _semantic}
-    return gl.inline_asm_elementwise(
-        "\n".join(code), ",".join(["=&f"] * 8 + ["r", "r", "0", "1", "2", "3"]), [top, m, l], **options
-    )
-
-
-@_core.builtin
-def minus_unless_zero(x, rise, count, _semantic=None, _generator=None):
-    """`x - rise`, of one shape, skipped by a warp whose `rise` are all 0. `count`: elements of a thread."""
-    count = _core._unwrap_if_constexpr(count)
-    lines = [
-        "{ .reg .pred here, other;",
-        f"setp.neu.f32 here, ${2 * count}, 0f00000000;",
-        f"setp.neu.f32 other, ${2 * count + 2}, 0f00000000;",
-        "or.pred here, here, other;",
-        "vote.sync.any.pred here, here, 0xffffffff;",
-        "@!here bra STAYED_${:uid};",
-        *(f"sub.rn.f32 ${i}, ${count + i}, ${2 * count + i};" for i in range(count)),
-        "STAYED_${:uid}: }",
-    ]
-    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-    options = {"dtype": gl.float32, "is_pure": True, "pack": count, "_semantic": _semantic}
-    return gl.inline_asm_elementwise("\n".join(lines), constraints, [x, rise], **options)
+    code.append("SETTLED_${:uid}: }")
+    options = {"dtype": (gl.float32,) * 3, "is_pure": True, "pack": 2, "_semantic": _semantic}
+    return gl.inline_asm_elementwise("\n".join(code), "=&f,=&f,=&f,=&f,=&f,=&f,0,1,2,3", [l, m], **options)
 
 
 @_core.builtin

@@ -2,17 +2,17 @@
 
     m' = max(m, rowmax S),  P = exp(S - m'),  l' = l exp(m - m') + rowsum P
 
-`STEADY`: m is the maximum of the first key tile in which a row sees anything, and rises only where a score is above it by more
-than 24 in units of log2, by the next whole number k; l and O are scaled by 2^-k, exactly.
+`STEADY`: m is the maximum of the first key tile in which a row sees anything, and grows only where l does: once a thread of the
+row holds an l above 2^24, k with 2^k <= l are added to m, in units of log2, and l and O are scaled by 2^-k, before the next
+tile.
 
-    x = S - m,  k = ceil(rowmax x) if rowmax x > 24 else 0,  m' = m + k,  P = exp(x - k),  l' = l 2^-k + rowsum P
+    k = floor(log2 l) if l > 2^24 else 0,  m' = m + k,  P = exp(S - m'),  l' = l 2^-k + rowsum P
 
-Weights of up to 2^24 are as exact in bf16 as those up to 1, so is a sum of them in fp32, and an O of them overflows where V is
-above 2^80 only: `forward.py` finds that at the end, and `guard.py` computes such rows once more. Whether a row rises is asked
-of the bits of x: a positive number is above all integers of negative ones, and in the order of others, so the largest of three
-is one instruction, half as many as of maxima, and what a quad's threads hold is exchanged only where something rises: without
-32 instructions of a turn of about 400. m `[M, 4]` is there in each thread of a row, like l, and in units of log2; `LOWEST`
-stands for a row that has seen nothing: any finite score would make its weights infinite.
+So the loop takes no maxima, a fifth of its instructions. Weights of up to 2^127 are as exact in bf16 as those up to 1, and so
+is a sum of them in fp32; m is above the largest score by log2 of the number of keys at most. Scores must rise by about 100 in
+units of log2 from one key tile to the next before a weight, l or O exceeds fp32. It then stays infinite or NaN, which
+`forward.py` finds at the end, and `guard.py` computes these rows once more. m `[M, 4]` is there in each thread of a row, like
+l, and in units of log2; `LOWEST` stands for a row that has seen nothing: any finite score would make its weights infinite.
 
 Soft-caps of up to 60 bound scores, in units of log2 by 87. There m is the first maximum or -16, whichever is larger, and stays:
 weights are at most 2^103, their sums far below 2^127, and nothing is asked. (With 0 in place of -16 a row that sees one key
@@ -23,18 +23,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rowmax.kernels.gluon.layouts import axis_layout, kept_layout, row_layout
-from rowmax.kernels.gluon.names import as_bits, minus_unless_zero, risen
+from rowmax.kernels.gluon.names import settled
 from rowmax.kernels.gluon.scores import capped, each, exp2_of_capped, in_threads, of_threads, of_tile, thread_max
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 LEAST_PIVOT = gl.constexpr(-16.0)
-RISES = gl.constexpr(24.0)  # beyond what normal scores reach, and far below 127
+SETTLED = gl.constexpr(2.0**24)  # beyond what sums of normal scores reach, and far below 2^127
 
 
 @gluon.jit
 def thread_sum(p):
     """`[M, N]` to `[M, 4]`: what each thread of a quad holds of a row, summed."""
     return gl.sum(gl.sum(gl.sum(of_threads(p), 4), 2), 1)
+
+
+@gluon.jit
+def settle(m, l):
+    """`(m, l, alpha)` before a tile: what O and l of the tiles before are scaled by."""
+    l, m, alpha = settled(l, m, SETTLED)
+    return m, l, alpha
 
 
 @gluon.jit
@@ -90,26 +97,15 @@ def not_far_below(m):
 
 
 @gluon.jit
-def _first(m):
-    return gl.full(m.shape, 1.0, gl.float32, m.type.layout)
-
-
-@gluon.jit
 def steady_step(s, m, l, scale_log2, FIRST: gl.constexpr):
-    """`(p, m, l, alpha)`."""
+    """`(p, m, l)`; m and l of `settle`."""
     if FIRST:
         m = steady_pivot(gl.max(s, 1) * scale_log2, thread_max(s))
-    x = of_threads(s) * scale_log2 - each(m)
+    p = of_tile(gl.exp2(of_threads(s) * scale_log2 - each(m)), s)
     if FIRST:
-        p = of_tile(gl.exp2(x), s)
-        return p, m, thread_sum(p), _first(m)
+        return p, m, thread_sum(p)
     else:
-        top = as_bits(x).permute(0, 3, 1, 2, 4).reshape([s.shape[0], 4, s.shape[1] // 4])
-        top = gl.convert_layout(gl.max(top, 2), m.type.layout)  # one axis: two are no maxima of three
-        m, l, alpha, rise = risen(top, m, l, RISES)
-        x, rise = gl.broadcast(x, each(rise))
-        p = of_tile(gl.exp2(minus_unless_zero(x, rise, s.shape[1] // 2)), s)
-        return p, m, l + thread_sum(p), alpha
+        return p, m, l + thread_sum(p)
 
 
 @gluon.jit
@@ -124,19 +120,12 @@ def steady_sloped_step(s, parts, own, m, l, scale_log2, FIRST: gl.constexpr):
     if FIRST:
         m = steady_pivot(gl.convert_layout(_sloped_top(s, parts, own), row_layout(s.type.layout)) * scale_log2, thread_max(s))
     rows = gl.expand_dims(gl.expand_dims(gl.convert_layout(m, kept_layout(LAYOUT)), 1), 3)
-    x = parts * scale_log2 - (rows - own * scale_log2)
+    p = gl.exp2(parts * scale_log2 - (rows - own * scale_log2))
+    p = gl.convert_layout(p.reshape(s.shape), s.type.layout)
     if FIRST:
-        p = gl.convert_layout(gl.exp2(x).reshape(s.shape), s.type.layout)
-        return p, m, thread_sum(p), _first(m)
+        return p, m, thread_sum(p)
     else:
-        top = as_bits(x).permute(0, 2, 1, 3).reshape([s.shape[0], 4, s.shape[1] // 4])
-        top = gl.convert_layout(gl.max(top, 2), m.type.layout)
-        m, l, alpha, rise = risen(top, m, l, RISES)
-        rise = gl.expand_dims(gl.expand_dims(gl.convert_layout(rise, kept_layout(LAYOUT)), 1), 3)
-        x, rise = gl.broadcast(x, rise)
-        p = gl.exp2(minus_unless_zero(x, rise, s.shape[1] // 2))
-        p = gl.convert_layout(p.reshape(s.shape), s.type.layout)
-        return p, m, l + thread_sum(p), alpha
+        return p, m, l + thread_sum(p)
 
 
 @gluon.jit

@@ -105,32 +105,18 @@ def _store_guarded(
 
 
 @triton.jit
-def forward_kernel(
-    q_ptr, k_ptr, v_ptr,  # [B, T, H, D] or [T, H, D]
-    o_ptr,  # as q, with DIM_V
-    lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
-    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
-    slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
-    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
-    seed_ptr,  # int64 [1]; None: no dropout
-    numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
-    q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
-    bias_strides, mask_strides,  # (batch, head, query, key)
-    odds,  # of dropout: (p 2^15, 1 / (1 - p))
+def attend_tile(
+    pid, place, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_seqlens_q, cu_seqlens_k, slopes_ptr, sink_ptr, bias_ptr, mask_ptr,
+    seed_ptr, numbers_ptr, q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, odds,
     scale_log2, cap, band, batch, heads, tiles, len_q, len_k,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr, FUNCTION: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """`PRESCALE`: scores are scaled before the maximum is taken, as a scale <= 0, a cap and a bias require; otherwise inside
-    the exponential. `PER_SEQUENCE`: slopes are [B, H]. `FUNCTION`: of scores, by the caller, or None."""
+    """The rows of one program, `place` of `locate` for `pid`, from loads to stores; arguments as for `forward_kernel`."""
     total_q = len_q
     total_k = len_k
-    row, head, b, begin_q, len_q, begin_k, len_k = locate(
-        tl.program_id(0), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, BLOCK_M
-    )
-    if row >= len_q:
-        return
+    row, head, b, begin_q, len_q, begin_k, len_k = place
     shift = len_k - len_q
     b = tl.cast(b, tl.int32)
     k_base = head_base(k_ptr, k_strides, b, begin_k, head // GROUP)
@@ -143,15 +129,15 @@ def forward_kernel(
     if slopes_ptr is None:
         slope_log2 = None
     else:
-        slopes = slopes_base(slopes_ptr, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
+        slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
         slope_log2 = tl.load(slopes + head) * LOG2E
     bias = None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head)
     mask = None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head)
     if seed_ptr is None:
         drop = None
     else:
-        drop = dropping(seed_ptr, odds, tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
-    sequence = 0 if FUNCTION is None else sequence_of(tl.program_id(0), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
+        drop = dropping(seed_ptr, odds, pid, cu_seqlens_q, batch, heads, tiles, BLOCK_M)
+    sequence = 0 if FUNCTION is None else sequence_of(pid, cu_seqlens_q, batch, heads, tiles, BLOCK_M)
 
     last = tl.minimum(row + BLOCK_M, len_q) - 1
     ranges = key_ranges(row, last, len_k, shift, band, BLOCK_N)
@@ -182,7 +168,7 @@ def forward_kernel(
         o = o * drop[3]
     # Where everything lies once more, from a program id that depends on the loops (bad is at most 1): kept, it would spill.
     row, head, b, begin_q, len_q, begin_k, len_k = locate(
-        tl.program_id(0) + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
+        pid + (bad >> 8), cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, total_q, total_k, BLOCK_M
     )
     b = tl.cast(b, tl.int32)
     o_base = head_base(o_ptr, o_strides, b, begin_q, head)
@@ -196,11 +182,8 @@ def forward_kernel(
     if bad > 0:  # perhaps a NaN or infinity of V that not every row sees
         tl.debug_barrier()
         if slopes_ptr is not None:
-            pid = tl.program_id(0) + (bad >> 8)
-            slopes = slopes_base(slopes_ptr, pid, cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
-        once_more = (
-            0 if FUNCTION is None else sequence_of(tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
-        )
+            slopes = slopes_base(slopes_ptr, pid + (bad >> 8), cu_seqlens_q, batch, heads, tiles, heads, BLOCK_M, PER_SEQUENCE)
+        once_more = 0 if FUNCTION is None else sequence_of(pid + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M)
         _store_guarded(
             head_base(q_ptr, q_strides, b, begin_q, head), head_base(k_ptr, k_strides, b, begin_k, head // GROUP),
             head_base(v_ptr, v_strides, b, begin_k, head // GROUP), o_base, lse_base, q_strides[1], k_strides[1], v_strides[1],
@@ -210,7 +193,39 @@ def forward_kernel(
             None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
             None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
             None if seed_ptr is None else dropping(
-                seed_ptr, odds, tl.program_id(0) + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M
+                seed_ptr, odds, pid + (bad >> 8), cu_seqlens_q, batch, heads, tiles, BLOCK_M
             ), head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
             None if FUNCTION is None else (FUNCTION, FUNCTION, NUMBERS, numbers_ptr, heads, once_more),
         )  # fmt: skip
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr,  # [B, T, H, D] or [T, H, D]
+    o_ptr,  # as q, with DIM_V
+    lse_ptr,  # fp32 [B, H, len_q] or [H, len_q]; None: not wanted
+    cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
+    slopes_ptr, sink_ptr,  # fp32 [H] or [B, H]; [H]; None: no ALiBi, no sink
+    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    seed_ptr,  # int64 [1]; None: no dropout
+    numbers_ptr,  # fp32 [NUMBERS, H], of FUNCTION; None: none
+    q_strides, k_strides, v_strides, o_strides,  # (batch, row, head)
+    bias_strides, mask_strides,  # (batch, head, query, key)
+    odds,  # of dropout: (p 2^15, 1 / (1 - p))
+    scale_log2, cap, band, batch, heads, tiles, len_q, len_k,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRESCALE: tl.constexpr, STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PER_SEQUENCE: tl.constexpr, FUNCTION: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """`PRESCALE`: scores are scaled before the maximum is taken, as a scale <= 0, a cap and a bias require; otherwise inside
+    the exponential. `PER_SEQUENCE`: slopes are [B, H]. `FUNCTION`: of scores, by the caller, or None."""
+    pid = tl.program_id(0)
+    place = locate(pid, cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, len_q, len_k, BLOCK_M)
+    if place[0] >= place[4]:
+        return
+    attend_tile(
+        pid, place, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_seqlens_q, cu_seqlens_k, slopes_ptr, sink_ptr, bias_ptr, mask_ptr,
+        seed_ptr, numbers_ptr, q_strides, k_strides, v_strides, o_strides, bias_strides, mask_strides, odds,
+        scale_log2, cap, band, batch, heads, tiles, len_q, len_k, GROUP, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        PRESCALE, STAGES, DESCRIPTORS, PER_SEQUENCE, FUNCTION, NUMBERS,
+    )  # fmt: skip
