@@ -49,10 +49,11 @@ def _keep(p, rows, call, head, sequence, low, high, least, columns):
     return torch.where(draws[:, first : first + columns] >= int(least) & 0xFFFF, p, torch.zeros_like(p))
 
 
-def _settled(l, m, bound):
+def _settled(l, m, bound, above):
     """Of rows `[64, 4]`: all of a quad alike."""
     top = torch.where(l.isnan(), 0.0, l).amax(1, keepdim=True).expand(l.shape)
-    k = torch.where(top > bound, (torch.frexp(top.clamp(max=2.0**126)).exponent - 1).float(), 0.0)
+    k = (torch.frexp(top.clamp(max=2.0**126)).exponent - 1 + above).clamp(max=126).float()
+    k = torch.where(top > bound, k, 0.0)
     alpha = torch.exp2(-k)
     return l * alpha, m + k, alpha
 
@@ -82,6 +83,7 @@ def _add_bias(x, bias):
 NAMES = {
     "LOWEST": backward_names.HIDDEN,
     "SETTLED": softmax.SETTLED.value,
+    "HEADROOM": softmax.HEADROOM.value,
     "LEAST_PIVOT": softmax.LEAST_PIVOT.value,
     "capped_weights": _capped_weights,
     "add_bias": _add_bias,
@@ -96,6 +98,7 @@ NAMES = {
     "odd": _odd,
     "exp2_of_odd": lambda *given: exp2(_odd(*given[:-1]) - given[-1]),
     "settled": _settled,
+    "let_next_begin": lambda: None,
     "sum_of_sizes": lambda a, b: (a.abs() + b.abs()).view(torch.int32),
     "add_product": _towards_zero,
     "as_bits": lambda x: torch.as_tensor(x, dtype=torch.float32).view(torch.int32),
@@ -126,6 +129,7 @@ _OPERATIONS = {
     "or": lambda a, b: a or b,
     "max": lambda a, b: a if b != b else b if a != a else max(a, b),
     "min.u32": min,
+    "add.u32": lambda a, b: a + b,
     "sub.u32": lambda a, b: a - b,
     "shr.u32": lambda a, b: int(np.float32(a).view(np.uint32)) >> b,
     "shl.b32": lambda a, b: np.uint32(a << b).view(np.float32),

@@ -280,7 +280,7 @@ def run(problem: Problem, operands: PagedOperands, tile: SplitTile, out, lse, pa
     counters = counters_of(problem, tile)
     ended = operands.q.new_zeros(counters, dtype=torch.int32) if counters else None
     made = calls(problem, operands, tile, out, lse, parts, early, scores, ended)
-    builds = [launch._launch(device, call) for call in made]
+    builds = launch.launch_all(device, made)
     if None in builds:
         return None
     return _Again([(build, call.numbers) for build, call in zip(builds, made, strict=True)], out.new_empty(0), counters)

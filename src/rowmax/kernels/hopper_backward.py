@@ -47,7 +47,7 @@ def run(
         return _rows(problem, made)
     calls_of: Any = wide_backward_calls if isinstance(tile, HopperWideTile) else hopper_backward_calls
     calls = calls_of(problem, operands, tile, out, lse, grad_out, grad_lse, dq, dk, dv)
-    builds = [launch._launch(device, call) for call in calls]
+    builds = launch.launch_all(device, calls)
     made = handed_on(calls)
     if None in builds:  # the interpreter
         return _rows(problem, made)

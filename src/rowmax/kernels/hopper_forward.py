@@ -16,11 +16,11 @@ from rowmax.kernels.launch import (
     _cap,
     _constants,
     _given,
-    _launch,
     _prescaled,
     _programs,
     _row_tiles,
     _strides,
+    launch_all,
 )
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
@@ -41,7 +41,7 @@ SMS = 132  # of an H100 or H200, where no device is at hand to ask
 def run(problem: Problem, operands: Operands, tile: HopperTile, out, lse) -> "Optional[Again]":
     """Computes into out and lse; returns what does so for other tensors of this form (None under the interpreter)."""
     calls = hopper_calls(problem, operands, tile, out, lse)
-    builds = [_launch(out.device, call) for call in calls]
+    builds = launch_all(out.device, calls)
     return None if None in builds else Again(calls, builds, out.device.index)
 
 

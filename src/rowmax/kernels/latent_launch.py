@@ -74,7 +74,7 @@ def run(problem: PagedProblem, operands: PagedOperands, tile: SplitTile, out, ls
     device = operands.q.device
     work = operands.q.new_empty(programs_of(problem, tile) * FIELDS, dtype=torch.int64)
     made = calls(problem, operands, tile, out, lse, parts, work)
-    return _Again([launch._launch(device, call) for call in made], made, out.new_empty(0), len(work))
+    return _Again(launch.launch_all(device, made), made, out.new_empty(0), len(work))
 
 
 class _Again:

@@ -4,7 +4,9 @@
 any GPU, without one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
@@ -328,6 +330,15 @@ def _constants(problem: Problem, tile: Tile) -> tuple[int, ...]:
     return (problem.group, problem.dim_qk, problem.dim_v, tile.block_m, tile.block_n, block_d, block_dv)
 
 
+def launch_all(device: torch.device, calls: Sequence[Call]) -> list:
+    """Run them one after another; the launchers of the compiled kernels (None under the interpreter)."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch_all(device, calls)
+    _build_together(device, calls)
+    return [_launch_here(device, call) for call in calls]
+
+
 def _launch(device: torch.device, call: Call) -> Any:
     """Run it; returns the launcher of the compiled kernel (None under the interpreter)."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -341,21 +352,41 @@ def _launch(device: torch.device, call: Call) -> Any:
 _builds: dict = {}
 
 
+def _build_key(device: torch.device, call: Call) -> tuple:
+    kinds = [_kind(t) for t in call.tensors]
+    return (call.kernel.fn, device.index, call.programs, call.tile.warps, call.numbers, *kinds)
+
+
+def _options(call: Call) -> dict:
+    return {"num_warps": call.tile.warps, "num_stages": call.tile.stages, **({"launch_pdl": True} if call.early else {})}
+
+
+def _build_together(device: torch.device, calls: Sequence[Call]) -> None:
+    """Compile what is new side by side: a kernel takes seconds, most of them in LLVM and ptxas, beside Python."""
+    new = [call for call in calls if _build_key(device, call) not in _builds]
+    if triton.knobs.runtime.interpret or len(new) < 2:
+        return
+
+    def build(call: Call) -> None:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a thread
+            call.kernel.warmup(*call.tensors, *call.numbers, grid=(call.programs,), **_options(call))
+
+    with ThreadPoolExecutor(len(new)) as pool:
+        list(pool.map(build, new))
+
+
 def _launch_here(device: torch.device, call: Call) -> Any:
-    kernel, programs, tensors, numbers, tile, early = call
-    kinds = [_kind(t) for t in tensors]
-    key = (kernel.fn, device.index, programs, tile.warps, numbers, *kinds)
+    key = _build_key(device, call)
     build = _builds.get(key)
     if build is not None:
-        _run(build, tile, *map(_address, tensors), *numbers)
+        _run(build, call.tile, *map(_address, call.tensors), *call.numbers)
         return build
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, **({"launch_pdl": True} if early else {})}
-    compiled = _run(kernel[(programs,)], tile, *tensors, *numbers, **options)
+    compiled = _run(call.kernel[(call.programs,)], call.tile, *call.tensors, *call.numbers, **_options(call))
     if compiled is None:  # the interpreter
         return None
     if len(_builds) >= MAX_BUILDS:
         _builds.clear()
-    _builds[key] = build = Launcher(compiled, programs)
+    _builds[key] = build = Launcher(compiled, call.programs)
     return build
 
 

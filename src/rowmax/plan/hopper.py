@@ -6,7 +6,7 @@ Measured on an H200 with triton 3.6.0, bf16, beside FlashAttention-3: `benchmark
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, Optional
@@ -280,6 +280,12 @@ def _shared_bytes(problem: Problem, tile: HopperTile, columns: int, given: int =
     return 2 * (tile.q_stages * tile.block_m * (first + second) + keys + tile.block_m * columns) + pairs + BARRIERS
 
 
+def _tile(text: str, problem: Problem) -> HopperTile:
+    """Of a table, `steady` where it may be."""
+    tile = HopperTile.parse(text)
+    return replace(tile, steady=tile.lazy and steady_for(problem))
+
+
 def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile, ...], str]:
     if direction == "backward":
         tile, why = backward_of(problem).tiles(problem, device)
@@ -291,13 +297,13 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     if problem.pairs:
         line = 64 < size <= (192 if problem.softcap else 256) and "q" not in _pairs_of(problem)
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
-        tile = HopperTile.parse(tiles_of_row[causal] if line else beside["," in problem.bias])
+        tile = _tile(tiles_of_row[causal] if line else beside["," in problem.bias], problem)
         return (tile,), f"beside a {'bias' if problem.bias else 'mask'}; of these tiles that of d128 was measured"
     if problem.dropout and size == 64:
-        return (HopperTile.parse(_DROPS_64),), "draws take registers that three consumers lack: 1.73 times the plain call"
+        return (_tile(_DROPS_64, problem),), "draws take registers that three consumers lack: 1.73 times the plain call"
     if problem.dropout and size == 256 and causal:
-        return (HopperTile.parse(_DROPS_256),), "with draws, turns cost 6%: 1.39 times the plain call without them"
+        return (_tile(_DROPS_256, problem),), "with draws, turns cost 6%: 1.39 times the plain call without them"
     if causal and size == 64 and problem.len_k <= _SHORT and not problem.packed:
-        return (HopperTile.parse(_SHORT_64),), "few keys leave too little of a row tile of 192"
+        return (_tile(_SHORT_64, problem),), "few keys leave too little of a row tile of 192"
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal" if reached else "as for d128, not measured"
-    return (HopperTile.parse(tiles_of_row[causal]),), why
+    return (_tile(tiles_of_row[causal], problem),), why

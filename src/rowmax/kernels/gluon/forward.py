@@ -86,6 +86,7 @@ from rowmax.kernels.gluon.scores import (
     with_sink,
 )
 from rowmax.kernels.gluon.softmax import (
+    HEADROOM,
     LOWEST,
     capped_step,
     finish,
@@ -169,9 +170,9 @@ def _softmax(
             if BUILD.STEADY and not FIRST:  # rows that have seen nothing before
                 if BUILD.CAP:
                     tops = capped(thread_max(s), 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)
-                    m = not_far_below(first_pivot(m, tops))
+                    m = not_far_below(first_pivot(m, tops, 0))
                 else:
-                    m = first_pivot(m, thread_max(s) * (1.0 if BUILD.PRESCALE else scale_log2))
+                    m = first_pivot(m, thread_max(s) * (1.0 if BUILD.PRESCALE else scale_log2), HEADROOM)
     if BUILD.ALIBI != "":
         if BUILD.CAP and BUILD.GIVEN != "bias":
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)

@@ -56,6 +56,13 @@ def wait_sums(_semantic=None, _generator=None):
 
 
 @_core.builtin
+def let_next_begin(_semantic=None, _generator=None):
+    """The next launch of the stream, if it says that it waits by itself, may take multiprocessors as this one leaves them."""
+    options = {"dtype": gl.int32, "is_pure": False, "pack": 1, "_semantic": _semantic}
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], **options)
+
+
+@_core.builtin
 def count_up(pointer, _semantic=None, _generator=None):
     """Of a warp: 1 more at `pointer`, behind what it has seen in memory."""
     code = [
@@ -124,8 +131,9 @@ def any_above(x, bound, _semantic=None, _generator=None):
 
 
 @_core.builtin
-def settled(l, m, bound, _semantic=None, _generator=None):
-    """`(l, m, alpha)`: where a thread of a row has l above `bound`, l times alpha = 2^-k, near 1, and m + k; else alpha is 1.
+def settled(l, m, bound, above, _semantic=None, _generator=None):
+    """`(l, m, alpha)`: where a thread of a row has l above `bound`, l times alpha = 2^-k and m + k, k the integer `above` log2
+    of l, or less where 2^-k would not be normal; else alpha is 1.
 
     All `[M, 4]`: a number of a row in each thread of its quad, which agree on k; two rows a thread. An infinite l stays so. In
     most tiles this is two comparisons and a vote.
@@ -145,7 +153,8 @@ def settled(l, m, bound, _semantic=None, _generator=None):
         code += [f"shfl.sync.bfly.b32 far, top, {way}, 31, 0xffffffff;\nmax.f32 top, top, far;" for way in (1, 2)]
         code += [
             f"setp.gt.f32 other, top, {_hexadecimal(bound)};",
-            "shr.u32 far, top, 23;",  # 127 + k
+            "shr.u32 far, top, 23;",
+            f"add.u32 far, far, {_core._unwrap_if_constexpr(above)};",  # 127 + k
             "min.u32 far, far, 253;",
             "sub.u32 top, 254, far;",
             "shl.b32 top, top, 23;",

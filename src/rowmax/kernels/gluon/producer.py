@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from rowmax.kernels.address import extent, in_group
 from rowmax.kernels.gluon.build import BATCH, BEGIN_K, BEGIN_Q, HEAD, ROW, ROWS, SLOTS, START
 from rowmax.kernels.gluon.layouts import number_layout
-from rowmax.kernels.gluon.names import as_bits
+from rowmax.kernels.gluon.names import as_bits, let_next_begin
 from rowmax.kernels.gluon.ring import fill, fill_given, publish, told
 from rowmax.kernels.tile_ops import clamp, end_key, key_ranges
 
@@ -132,6 +132,7 @@ def producer(work, bent, band, total, counter, sources, buffers, rings, slots, B
     k_parts = (k_buffers, k_source, k2_buffers, k2_source)
     v_parts = (v_buffers, v_source, v_buffers, v_source)
     SECOND: gl.constexpr = BUILD.BLOCK_D if BUILD.BLOCK_D2 > 0 else 0
+    let_next_begin()  # the guard
     round = gl.program_id(0) * 0
     turn = round * 0
     tile = gl.program_id(0)

@@ -2,17 +2,17 @@
 
     m' = max(m, rowmax S),  P = exp(S - m'),  l' = l exp(m - m') + rowsum P
 
-`STEADY`: m is the maximum of the first key tile in which a row sees anything, and grows only where l does: once a thread of the
-row holds an l above 2^24, k with 2^k <= l are added to m, in units of log2, and l and O are scaled by 2^-k, before the next
-tile.
+`STEADY`: m is 30 above the maximum of the first key tile in which a row sees anything, in units of log2, and grows only where l
+does: once a thread of the row holds an l above 2^24, k, 30 above log2 of l, are added to m, and l and O are scaled by 2^-k,
+before the next tile.
 
-    k = floor(log2 l) if l > 2^24 else 0,  m' = m + k,  P = exp(S - m'),  l' = l 2^-k + rowsum P
+    k = floor(log2 l) + 30 if l > 2^24 else 0,  m' = m + k,  P = exp(S - m'),  l' = l 2^-k + rowsum P
 
-So the loop takes no maxima, a fifth of its instructions. Weights of up to 2^127 are as exact in bf16 as those up to 1, and so
-is a sum of them in fp32; m is above the largest score by log2 of the number of keys at most. Scores must rise by about 100 in
-units of log2 from one key tile to the next before a weight, l or O exceeds fp32. It then stays infinite or NaN, which
-`forward.py` finds at the end, and `guard.py` computes these rows once more. m `[M, 4]` is there in each thread of a row, like
-l, and in units of log2; `LOWEST` stands for a row that has seen nothing: any finite score would make its weights infinite.
+So the loop takes no maxima, a fifth of its instructions. Weights from 2^-126 to 2^127 are as exact in bf16 as those near 1, and
+so is a sum of them in fp32; below lie those that are 2^-66 of the largest. Scores must rise by about 130 from one key tile to
+the next before a weight, l or O exceeds fp32. It then stays infinite or NaN, which `forward.py` finds at the end, and
+`guard.py` computes these rows once more. m `[M, 4]` is there in each thread of a row, like l, and in units of log2; `LOWEST`
+stands for a row that has seen nothing: any finite score would make its weights infinite.
 
 Soft-caps of up to 60 bound scores, in units of log2 by 87. There m is the first maximum or -16, whichever is larger, and stays:
 weights are at most 2^103, their sums far below 2^127, and nothing is asked. (With 0 in place of -16 a row that sees one key
@@ -28,6 +28,7 @@ from rowmax.kernels.gluon.scores import capped, each, exp2_of_capped, in_threads
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 LEAST_PIVOT = gl.constexpr(-16.0)
+HEADROOM = gl.constexpr(30)  # of weights above 1: with few keys in its first key tile, a row may see far larger ones later
 SETTLED = gl.constexpr(2.0**24)  # beyond what sums of normal scores reach, and far below 2^127
 
 
@@ -40,7 +41,7 @@ def thread_sum(p):
 @gluon.jit
 def settle(m, l):
     """`(m, l, alpha)` before a tile: what O and l of the tiles before are scaled by."""
-    l, m, alpha = settled(l, m, SETTLED)
+    l, m, alpha = settled(l, m, SETTLED, HEADROOM)
     return m, l, alpha
 
 
@@ -79,15 +80,15 @@ def online_step(s, m, l, scale_log2, FIRST: gl.constexpr, EMPTY: gl.constexpr, L
 
 
 @gluon.jit
-def steady_pivot(top, like):
-    """`[M]` maxima of rows, in units of log2, as m `[M, 4]`."""
-    return in_threads(gl.where(top == float("-inf"), LOWEST, top), like)
+def steady_pivot(top, like, above: gl.constexpr):
+    """So much above `[M]` maxima of rows, in units of log2, as m `[M, 4]`."""
+    return in_threads(gl.where(top == float("-inf"), LOWEST, top + above), like)
 
 
 @gluon.jit
-def first_pivot(m, tops):
-    """m, and for rows that have seen nothing yet the largest of `tops` `[M, 4]`, in units of log2."""
-    return gl.where(m == LOWEST, steady_pivot(gl.max(tops, 1), m), m)
+def first_pivot(m, tops, above: gl.constexpr):
+    """m, and for rows that have seen nothing yet the pivot of the largest of `tops` `[M, 4]`, in units of log2."""
+    return gl.where(m == LOWEST, steady_pivot(gl.max(tops, 1), m, above), m)
 
 
 @gluon.jit
@@ -100,7 +101,7 @@ def not_far_below(m):
 def steady_step(s, m, l, scale_log2, FIRST: gl.constexpr):
     """`(p, m, l)`; m and l of `settle`."""
     if FIRST:
-        m = steady_pivot(gl.max(s, 1) * scale_log2, thread_max(s))
+        m = steady_pivot(gl.max(s, 1) * scale_log2, thread_max(s), HEADROOM)
     p = of_tile(gl.exp2(of_threads(s) * scale_log2 - each(m)), s)
     if FIRST:
         return p, m, thread_sum(p)
@@ -118,7 +119,8 @@ def steady_sloped_step(s, parts, own, m, l, scale_log2, FIRST: gl.constexpr):
     """`steady_step` as `sloped_step`."""
     LAYOUT: gl.constexpr = parts.type.layout
     if FIRST:
-        m = steady_pivot(gl.convert_layout(_sloped_top(s, parts, own), row_layout(s.type.layout)) * scale_log2, thread_max(s))
+        top = gl.convert_layout(_sloped_top(s, parts, own), row_layout(s.type.layout))
+        m = steady_pivot(top * scale_log2, thread_max(s), HEADROOM)
     rows = gl.expand_dims(gl.expand_dims(gl.convert_layout(m, kept_layout(LAYOUT)), 1), 3)
     p = gl.exp2(parts * scale_log2 - (rows - own * scale_log2))
     p = gl.convert_layout(p.reshape(s.shape), s.type.layout)
@@ -132,7 +134,7 @@ def steady_sloped_step(s, parts, own, m, l, scale_log2, FIRST: gl.constexpr):
 def steady_capped_step(s, m, l, unit, factors, FIRST: gl.constexpr, SHORT: gl.constexpr):
     """`steady_step` as `capped_step`, of scores that are bounded."""
     if FIRST:
-        m = not_far_below(steady_pivot(gl.max(capped(thread_max(s), unit, factors, SHORT), 1), factors[0]))
+        m = not_far_below(steady_pivot(gl.max(capped(thread_max(s), unit, factors, SHORT), 1), factors[0], 0))
     p = exp2_of_capped(s, unit, factors, m, SHORT)
     if FIRST:
         return p, m, thread_sum(p)
