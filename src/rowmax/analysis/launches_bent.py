@@ -9,7 +9,7 @@ is of d128; of d64 it says 1.89 times a plain call where 1.73 was measured, of d
 from typing import Optional
 
 from rowmax.analysis.cost import pairs_of
-from rowmax.analysis.launches import SCORE_OPS, Launch, _element
+from rowmax.analysis.launches import Launch, _element
 from rowmax.paged import PagedProblem
 from rowmax.problem import Problem
 
@@ -22,12 +22,12 @@ DROPOUT, HOPPER_DROPOUT = 26.1, 20.8
 GIVEN = 6.0  # of a bias and of a mask: where it lies, whether it is there, adding or choosing
 
 
-def bent(problem: Problem, launch: Launch) -> Launch:
-    """A kernel of a forward that has `SCORE_OPS` operations for each score."""
+def bent(problem: Problem, launch: Launch, ops: float) -> Launch:
+    """A kernel of a forward that has so many operations for each score."""
     turn = launch.turn
     if problem.plain or launch.joins or not turn.tensor_flops or not turn.score_ops:
         return launch
-    scores, exps, hopper = turn.score_ops / SCORE_OPS, turn.exps, launch.persistent
+    scores, exps, hopper = turn.score_ops / ops, turn.exps, launch.persistent
     more = 0.0
     if problem.softcap:
         more += HOPPER_CAP if hopper else CAP

@@ -163,7 +163,7 @@ def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 # Plans are spelled out, so that another table of tiles asks for no other picture.
-PREFILL, HOPPER = "b4 h16 q4096 k4096 d128 bf16", "hopper[128x128 s2 q2 pingpong lazy dynamic g8]"
+PREFILL, HOPPER = "b4 h16 q4096 k4096 d128 bf16", "hopper[128x128 s2 q2 pingpong steady dynamic g8]"
 DECODE = "b1 h32/8 q1 k32768 d128 bf16"
 SHORT, OUTER = "b1 h16 q2048 k2048 d128 bf16 causal", "q_outer[128x64 w8 s3 tma]"
 BACKWARD = "b4 h16 q4096 k4096 d128 bf16"

@@ -84,12 +84,13 @@ def _odd(problem: Problem) -> bool:
 
 def _hopper_tiles(problem: Problem) -> list[HopperTile]:
     found = []
-    for block_m, block_n, stages, q_stages, pingpong, lazy, schedule, group in product(
-        (64, 128, 192), (64, 128), (2, 3, 4), (1, 2), (True, False), (True, False), hopper.SCHEDULES, GROUPS_MB
+    ways = [(False, False), (True, False), *[(True, True)] * hopper.steady_for(problem)]
+    for block_m, block_n, stages, q_stages, pingpong, (lazy, steady), schedule, group in product(
+        (64, 128, 192), (64, 128), (2, 3, 4), (1, 2), (True, False), ways, hopper.SCHEDULES, GROUPS_MB
     ):
         if pingpong and block_m == 64:
             continue  # one consumer has nobody to take turns with
-        words: dict[str, Any] = {"pingpong": pingpong, "lazy": lazy, "schedule": schedule, "group_mb": group}
+        words: dict[str, Any] = {"pingpong": pingpong, "lazy": lazy, "steady": steady, "schedule": schedule, "group_mb": group}
         found.append(HopperTile(block_m, block_n, 4, stages, q_stages=q_stages, **words))
     return found
 
