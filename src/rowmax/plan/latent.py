@@ -20,7 +20,14 @@ lengths in `triton/work.py` and a launch that finds nothing to join: 15 us, when
 lengths, too, and nothing that shows since it reads what `work.py` found. How long sequences are the plan cannot see, and one of
 several lengths needs the parts.
 With halves and without any P V it took 421.7, with one page for all keys 503.4; fetching tiles into the L2 ahead of their time
-cost 2%.
+cost 2%. Of one run, 566.6 (512.9) as it is, medians by less than the least ones (latent-h200-2026-11-30-third.json):
+
+    the tile two ahead asked into the L2: one bulk request 558.9 (518.6), half of its lines by each program 559.8 (518.8), all
+        by one 581.5 (539.1)
+    one page for all keys: 510.9 (482.4), with a bulk request 501.3 (480.8)
+    two of four pieces of the next tile multiplied early 691.3 (610.1), with the L2 asked 618.7 (554.3)
+
+So 600 TFLOP/s are 487 us, and where all keys come from the L2 it takes about as long.
 """
 
 from dataclasses import replace
