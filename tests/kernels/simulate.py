@@ -33,7 +33,11 @@ from rowmax.problem import Operands, Problem
 
 WARPGROUP = 128  # threads that arrive at a named barrier for one partition
 # Modules that belong to a kernel's.
-PARTS = {"forward": ("build", "dropout", "given", "producer"), "backward": ("backward_walk", "backward_scores", "dq_order")}
+PARTS = {
+    "forward": ("build", "dropout", "given", "producer"),
+    "backward": ("backward_walk", "backward_scores", "dq_order"),
+    "backward_wide_queries": ("backward_wide_scores",),
+}
 
 
 class Wrong(Exception):

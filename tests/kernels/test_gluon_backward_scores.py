@@ -193,7 +193,6 @@ def test_the_plan_takes_hopper_and_its_tile_fits(words, dims):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("d256 softcap=50.0", "soft-caps up to 128 dimensions only"),
         ("d192/128 bias(hqk)", "biases and masks up to 128 dimensions only"),
         ("d128 softcap=50.0 alibi", "a soft-cap without ALiBi, biases and masks only"),
         ("d128 softcap=50.0 mask(bk)", "a soft-cap without ALiBi, biases and masks only"),

@@ -173,7 +173,7 @@ SUM, FREE_K = "            dq = warpgroup_mma_wait(1, deps=[dq])\n", "          
 FREE_V = "            release(v_ring, turn, BUILD.V_STAGES)\n"
 LAST_V = "        release(v_ring, turns - 1, BUILD.V_STAGES)  # the other consumer may have one more\n"
 GROUP, PLACE = "    group = tile // (tiles * members)\n", "    place = tile % (tiles * members)\n"
-EDGES, DOWN_EDGES = "(col < full) | (col >= full_end)", "(row < full) | (row >= full_end)"
+EDGES = "not BUILD.CAP and (col < full) | (col >= full_end)"
 
 # name -> (replacements, problem, kernel, kind of operands)
 MUTANTS = {
@@ -257,8 +257,7 @@ MUTANTS = {
         ACROSS,
     ),
     "the first consumer's Q": (only("a = rows.index(CONSUMER + ", "a = rows.index(0 + "), LONG, ACROSS),
-    # what is hidden
-    "nothing hidden from keys": (only(DOWN_EDGES, "row < 0"), CAUSAL, DOWN),
+    # what is hidden: from keys by `backward_scores.py`, whose mutants are in `test_gluon_backward_simulation.py`
     "a key tile too few": (
         only("gl.maximum(gl.cdiv(seen, BLOCK_N), 1)", "gl.maximum(gl.cdiv(seen, BLOCK_N) - 1, 1)"),
         PLAIN,
@@ -321,11 +320,6 @@ MUTANTS = {
     ),
     "numbers of the sequence before": (only("        line += line_begin(begin_q, sequence)\n"), PACKED, ACROSS, "spiky"),
     "numbers of the sequence before, keys": (only("zero + line_begin(begin_q, sequence) - begin_q", "zero"), PACKED, DOWN),
-    "rows of the tensor as rows of the sequence": (
-        only("row - _note(notes, BEGIN_Q), _note(notes, COL)", "row, _note(notes, COL)"),
-        PACKED,
-        DOWN,
-    ),
     "the first group of heads": (only(GROUP + PLACE, "    group = tile * 0\n" + PLACE), BATCHES, ACROSS),
 }
 

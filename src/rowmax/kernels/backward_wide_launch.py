@@ -5,8 +5,8 @@ from typing import Optional
 import torch
 
 from rowmax.kernels.backward_launch import MADE, _line_descriptor, prepare_call
-from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor
-from rowmax.kernels.launch import Call, _bounded, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor, alibi_of
+from rowmax.kernels.launch import Call, _bounded, _cap, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper_wide import KEYS, QUERIES, HopperWideTile, misfit, padded_dims, value_stages
 from rowmax.plan.tile import Tile
@@ -43,12 +43,13 @@ def wide_backward_calls(
     keys = _keys(problem, operands, tile, grad_out, lse_log2, delta, suspect[:key_flags], dk, dv)
     queries = _queries(problem, operands, tile, grad_out, lse_log2, delta, suspect[key_flags:], dq)
 
-    tensors = (q, k, v, grad_out, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, grad_out, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k, operands.slopes)
     numbers = (
+        _cap(problem),
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
         *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, flag_tiles, key_tiles, row_flags, key_flags),
         *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),
-        *(_padded(problem.dim_qk), _padded(problem.dim_v), KEYS, GUARDED_FLAGS),
+        *(_padded(problem.dim_qk), _padded(problem.dim_v), KEYS, GUARDED_FLAGS, problem.alibi == "batch"),
     )
     repair = Call(repair_kernel, -(-flags // GUARDED_FLAGS), tensors, numbers, Tile(KEYS, 1, 4, 1))
     return prepare, keys, queries, repair
@@ -57,7 +58,7 @@ def wide_backward_calls(
 def _keys(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, lse_log2, delta, suspect, dk, dv) -> Call:
     from rowmax.kernels.gluon.backward_wide_keys import Build, key_kernel
 
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    q, k, v = operands[:3]
     block_d, block_dv = padded_dims(problem)
     length = lse_log2.shape[1] if problem.packed else problem.len_q
     sources = (
@@ -69,20 +70,21 @@ def _keys(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, 
     tiles = _row_tiles(problem, problem.len_k, KEYS)
     members = _together(problem, tile, problem.len_q, problem.max_len_q, problem.heads_k)
     build = Build(
-        *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, tile.stages, *tile.registers())
+        *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, tile.stages, *tile.registers()),
+        *_bent(problem),
     )
     numbers = (
-        *(problem.scale * LOG2E, _bounded(problem), problem.batch, problem.heads_k, tiles, members),
+        *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, problem.heads_k, tiles, members),
         *(problem.len_q, problem.len_k, build),
     )
-    tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, cu_seqlens_q, cu_seqlens_k)
+    tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, *operands[3:5], operands.slopes)
     return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
 
 def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, lse_log2, delta, suspect, dq) -> Call:
     from rowmax.kernels.gluon.backward_wide_queries import Build, query_kernel
 
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    q, k, v = operands[:3]
     block_d, block_dv = padded_dims(problem)
     sources = (
         *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(grad_out, CONSUMER_ROWS, block_dv)),
@@ -93,14 +95,19 @@ def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_ou
     members = _together(problem, tile, problem.len_k, problem.max_len_k, heads // problem.group) * problem.group
     build = Build(
         *(problem.packed, problem.group, problem.dim_qk, block_d, block_dv, tile.stages, value_stages(problem, tile)),
-        *tile.registers(),
+        *(*tile.registers(), *_bent(problem)),
     )
     numbers = (
-        *(problem.scale * LOG2E, _bounded(problem), problem.batch, heads, tiles, members),
+        *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, heads, tiles, members),
         *(problem.len_q, problem.len_k, lse_log2.shape[1], build),
     )
-    tensors = (*sources, dq if problem.packed else None, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
+    tensors = (*sources, dq if problem.packed else None, lse_log2, delta, suspect, *operands[3:5], operands.slopes)
     return Call(query_kernel, _programs(problem, tiles, heads), tensors, numbers, tile)
+
+
+def _bent(problem: Problem) -> tuple[str, bool, bool]:
+    """For a `Build`: ALiBi, whose slopes each sequence may have of its own, and a soft-cap."""
+    return alibi_of(problem), problem.alibi == "batch", problem.softcap > 0
 
 
 def _together(problem: Problem, tile: HopperWideTile, length: int, longest: Optional[int], heads: int) -> int:

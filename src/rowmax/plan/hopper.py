@@ -166,9 +166,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
     if direction != "backward":
         return None
-    if (problem.softcap or problem.alibi or problem.pairs) and backward_of(problem) is hopper_wide:
-        what = "soft-caps" if problem.softcap else "ALiBi" if problem.alibi else "biases and masks"
-        return f"its backward computes {what} up to {hopper_backward.LARGEST} dimensions only"
+    if problem.softcap and (problem.alibi or problem.pairs):
+        return "its backward computes a soft-cap without ALiBi, biases and masks only"
     return backward_of(problem).refuses(problem)
 
 

@@ -160,8 +160,6 @@ def grid(problem: Problem) -> list[HopperBackwardTile]:
 
 def refuses(problem: Problem) -> Optional[str]:
     """What `hopper.refuses` does not say already: device, dtype, dims of 16 bytes and Triton are as for the forward."""
-    if problem.softcap and (problem.alibi or problem.pairs):
-        return "its backward computes a soft-cap without ALiBi, biases and masks only"
     size = padded_dims(problem)[0]
     if problem.deterministic and size not in _IN_ORDER:
         return f"its backward adds up dQ of d{size} in no fixed order, and the call is deterministic"

@@ -13,8 +13,9 @@ KEYS = 64  # of a tile, in both kernels
 QUERIES = 64  # of a tile of the dK/dV kernel
 ROWS = 128  # of a tile of the dQ kernel: two consumers of 64
 SHARED_BYTES = 232_448  # that a block may take
-BARRIERS = 2048  # bytes, and more than are needed
+BARRIERS = 1024  # bytes, of these and of a few numbers, and more than are needed
 MARK = "wide"
+_TILE = "128x64 s2 wide g16"
 _SPELLING = re.compile(rf"{ROWS}x{KEYS} s([0-9]) {MARK}(?: g([0-9]{{1,4}}))?")
 
 
@@ -64,9 +65,10 @@ def value_stages(problem: Problem, tile: HopperWideTile) -> int:
 def shared_bytes(problem: Problem, tile: HopperWideTile) -> tuple[int, int]:
     """Shared memory of a block of the dK/dV and of the dQ kernel, but for what `BARRIERS` covers."""
     block_d, block_dv = padded_dims(problem)
+    slopes = 4 * problem.group if problem.alibi else 0
     keys = 2 * (KEYS + tile.stages * QUERIES) * (block_d + block_dv) + tile.stages * (8 * QUERIES + 4 * KEYS * QUERIES)
     queries = 2 * ROWS * (block_d + block_dv) + 2 * KEYS * (tile.stages * block_d + value_stages(problem, tile) * block_dv)
-    return keys + BARRIERS, queries + BARRIERS
+    return keys + slopes + BARRIERS, queries + BARRIERS
 
 
 def misfit(problem: Problem, tile: HopperWideTile) -> Optional[str]:
@@ -84,11 +86,14 @@ def refuses(problem: Problem) -> Optional[str]:
     most = max(problem.dim_qk, problem.dim_v)
     if not 128 < most <= 256:
         return f"takes head dimensions above 128 and up to 256, not {problem.dim_qk} and {problem.dim_v}"
-    return None
+    if problem.pairs:
+        return "its backward computes biases and masks up to 128 dimensions only"
+    reason = misfit(problem, HopperWideTile.parse(_TILE))
+    return f"its backward {reason}" if reason else None
 
 
 def tiles(problem: Problem, device: Device) -> tuple[HopperWideTile, str]:
-    return HopperWideTile.parse("128x64 s2 wide g16"), "d256 at 16k tokens on an H200: 518 / 529 TFLOP/s full / causal"
+    return HopperWideTile.parse(_TILE), "d256 at 16k tokens on an H200: 518 / 529 TFLOP/s full / causal"
 
 
 def grid(problem: Problem) -> list[HopperWideTile]:

@@ -4,9 +4,10 @@
     dP = V dO^T,  dS = P (dP - delta),  dK = scale dS Q       the second one
 
 dK or dV of 64 keys and 256 dimensions takes half of a warpgroup's registers, so that neither could hold both. P goes from the
-first to the second through shared memory, in fp32: each thread leaves what the same thread of the other warpgroup needs. Names
-and the rest are those of `backward.py`; dQ is computed by `backward_wide_queries.py`. Launched by `backward_wide_launch.py`.
-The shape is our own.
+first to the second through shared memory, in fp32: each thread leaves what the same thread of the other warpgroup needs. Of a
+soft-cap that is P (1 - t^2), with which dP - delta is to be multiplied (`backward_scores.py`, which bends and hides scores).
+Names and the rest are those of `backward.py`; dQ is computed by `backward_wide_queries.py`. Launched by
+`backward_wide_launch.py`. The shape is our own.
 
 Who waits for whom:
 
@@ -30,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rowmax.kernels.address import line_begin
 from rowmax.kernels.gluon.backward import _mark, _nothing, _scores, _store
-from rowmax.kernels.gluon.backward_scores import hide_queries
+from rowmax.kernels.gluon.backward_scores import weights_of
 from rowmax.kernels.gluon.backward_walk import (
     BATCH,
     BEGIN_K,
@@ -59,7 +60,7 @@ from rowmax.kernels.gluon.layouts import (
     slot_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import store_wait
+from rowmax.kernels.gluon.names import as_bits, store_wait
 from rowmax.kernels.gluon.ring import (
     buffer_of,
     fill,
@@ -84,6 +85,8 @@ class Build:
         BLOCK_M, CONSUMERS: 64 queries of a tile and once 64 keys, for what is shared with `backward.py`.
         STAGES: Q and dO tiles in flight.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
+        ALIBI, PER_SEQUENCE, CAP: as in the forward.
+        GIVEN: nothing is given for pairs.
     """
 
     PACKED: bool
@@ -95,6 +98,10 @@ class Build:
     STAGES: int
     REGISTERS: int
     PRODUCER_REGISTERS: int
+    ALIBI: str
+    PER_SEQUENCE: bool
+    CAP: bool
+    GIVEN: str = ""
     BLOCK_M: int = 64
     CONSUMERS: int = 1
 
@@ -157,16 +164,13 @@ def _scores_of(buffers, tiles, place, turn, STAGES: gl.constexpr, BLOCK: gl.cons
 def _weights(s, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
     """P of a turn, given to the other warpgroup, and in 16 bits as the first factor of dV."""
     q_buffers, _do_buffers, _k_buffers, _v_buffers, lse_buffers, _delta_buffers, shares = buffers
-    _turns, _row, full, full_end = ranges
     row, _line = place_of(turn, line, ranges, BUILD)
     i = buffer_of(turn, BUILD.STAGES)
-    lse = lse_buffers.index(i).reshape([QUERIES]).load(column_layout(score_layout(QUERIES)))
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
-    if (row < full) | (row >= full_end):
-        p = hide_queries(p, row - _note(notes, BEGIN_Q), _note(notes, COL), _note(notes, LEN_Q), _note(notes, LEN_K), band, 0.0)
+    lse = lse_buffers.index(i).reshape([QUERIES])
+    weights, p = weights_of(s, lse, None, row, turn, ranges, notes, band, scale_log2, q_buffers.dtype, 0, BUILD)
     shares.index(i).store(_to_own(p))
     give(share_ring, turn, BUILD.STAGES)
-    return gl.convert_layout(p.to(q_buffers.dtype), weight_layout(BUILD.BLOCK_DV))
+    return gl.convert_layout(weights, weight_layout(BUILD.BLOCK_DV))
 
 
 @gluon.jit
@@ -265,7 +269,10 @@ def key_kernel(
     dk_ptr, dv_ptr,  # packed: [T, H, D]; None: dense
     suspect_ptr,  # int32, one for every 64 keys, numbered as by `address.locate`, all 0: becomes 1 where a key is suspect
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
-    scale_log2, band, batch, heads, tiles, members, len_q, len_k,
+    slopes_ptr,  # fp32 [H] or [B, H], H of Q; None: no ALiBi
+    scale_log2,
+    cap,  # as `tile_ops.bend` takes it
+    band, batch, heads, tiles, members, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
     """A key tile. `heads`: of K. `tiles`: of a head. `members`: heads of a group (`locate`)."""
@@ -293,7 +300,8 @@ def key_kernel(
     col, head, b, sequence, begin_k, own_k, begin_q, own_q = locate(gl.program_id(0), work, BUILD)
     line = (b * heads + head) * BUILD.GROUP
     ranges = ranges_of(col, begin_q, own_q, own_k, band, BUILD)
-    notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], slot_layout())
+    MEMBERS: gl.constexpr = BUILD.GROUP if BUILD.ALIBI != "" else 2 if BUILD.CAP else 0
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES + MEMBERS, 1], slot_layout())
     zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
     notes.index(COL).store(zero + col)
     notes.index(HEAD).store(zero + head)
@@ -302,6 +310,15 @@ def key_kernel(
     notes.index(LEN_K).store(zero + own_k)
     notes.index(BEGIN_Q).store(zero + begin_q)
     notes.index(LEN_Q).store(zero + own_q)
+    if BUILD.ALIBI != "":
+        if BUILD.PER_SEQUENCE:
+            slopes_ptr += (b + sequence).to(gl.int64) * (heads * BUILD.GROUP)
+        for member in gl.static_range(BUILD.GROUP):
+            slope = gl.load(slopes_ptr + head * BUILD.GROUP + member) * 1.4426950408889634
+            notes.index(NOTES + member).store(zero + as_bits(slope))
+    if BUILD.CAP:
+        notes.index(NOTES).store(zero + as_bits(cap[0]))
+        notes.index(NOTES + 1).store(zero + as_bits(cap[1]))
     if BUILD.PACKED:
         notes.index(FLAG).store(zero + head * (len_k // KEYS + batch) + begin_k // KEYS + sequence + col // KEYS)
         notes.index(SHIFT).store(zero + line_begin(begin_q, sequence) - begin_q)

@@ -5,14 +5,15 @@
 Each of two consumers has 64 rows, whose Q and dO stay in shared memory and whose dQ stays in registers, so that it needs no
 sums in memory and comes out the same every time. dS is the first factor of dQ as it is, from registers. Launched by
 `backward_wide_launch.py` beside `backward_wide_keys.py`. Source: Dao, "FlashAttention-2" (2023), algorithm 2, with rows and
-keys exchanged in its loops; what stands where is our own.
+keys exchanged in its loops; what stands where is our own. Scores are bent in `backward_wide_scores.py`.
 
 A turn is dQ of its key tile, then S and dP of the next one, issued together and awaited one after another: P is computed while
 the tensor cores do dP, and dQ is awaited first, so that its K can be replaced. Nothing is in flight where the loop goes round.
 There is room for two K tiles and one V tile: V is read by one product only.
 
-NaN and infinities: where a row does not see a key, dS is set to 0, whatever P and dP are; but 0 * NaN of K is NaN. Rows with a
-NaN leave a mark for their 64, and `backward_wide_edges.py` computes these once more.
+NaN and infinities: where a row does not see a key, dS is set to 0, whatever P and dP are; but 0 * NaN of K is NaN. With a
+soft-cap P is 0 there, and 0 * NaN of dP is NaN too. Rows with a NaN leave a mark for their 64, and `backward_wide_edges.py`
+computes these once more.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from rowmax.kernels.gluon.backward_walk import (
     NOTES,
     _note,
 )
+from rowmax.kernels.gluon.backward_wide_scores import row_weights_of
 from rowmax.kernels.gluon.index import hide
 from rowmax.kernels.gluon.layouts import (
     number_layout,
@@ -44,7 +46,7 @@ from rowmax.kernels.gluon.layouts import (
     slot_layout,
     weight_layout,
 )
-from rowmax.kernels.gluon.names import store_wait
+from rowmax.kernels.gluon.names import as_bits, store_wait
 from rowmax.kernels.gluon.ring import buffer_of, fill, open_ring, release, wait_full
 from rowmax.kernels.tile_ops import end_key, key_ranges
 
@@ -62,6 +64,7 @@ class Build:
         DIM: of Q; BLOCK_D, BLOCK_DV: head dimensions in shared memory, zero-filled.
         STAGES, V_STAGES: K tiles and V tiles in flight.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
+        ALIBI, PER_SEQUENCE, CAP: as in the forward.
     """
 
     PACKED: bool
@@ -73,6 +76,9 @@ class Build:
     V_STAGES: int
     REGISTERS: int
     PRODUCER_REGISTERS: int
+    ALIBI: str
+    PER_SEQUENCE: bool
+    CAP: bool
 
     def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
         for name, value in vars(self).copy().items():
@@ -147,7 +153,7 @@ def _row_gradient(
     _turns, _fewer, start, full, full_end = ranges
     ds = p * (dp - delta)
     col = start + turn * BLOCK_N
-    if (col < full) | (col >= full_end):
+    if not BUILD.CAP and (col < full) | (col >= full_end):
         row = _note(notes, COL) + CONSUMER * ROWS
         len_q = _note(notes, LEN_Q)
         len_k = _note(notes, LEN_K)
@@ -183,7 +189,7 @@ def _row_consumer(
         wait_full(v_ring, zero, BUILD.V_STAGES)
         dp = _row_scores(do_buffers, v_buffers, start, zero, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        p = gl.exp2(s * scale_log2 - lse)
+        p = row_weights_of(s, lse, start, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD)
         for turn in range(turns - 1):
             release(v_ring, turn, BUILD.V_STAGES)
             dq = _row_gradient(p, dp, delta, dq, turn, ranges, notes, band, k_buffers, CONSUMER, BUILD)
@@ -195,7 +201,7 @@ def _row_consumer(
             wait_full(v_ring, turn + 1, BUILD.V_STAGES)
             dp = _row_scores(do_buffers, v_buffers, col, turn + 1, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
             s = warpgroup_mma_wait(1, deps=[s])
-            p = gl.exp2(s * scale_log2 - lse)
+            p = row_weights_of(s, lse, col + BLOCK_N, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD)
             wait_full(v_ring, turn + 1, BUILD.V_STAGES)  # once more: it keeps the wait for dP below the exponentials
             dp = warpgroup_mma_wait(0, deps=[dp])
         release(v_ring, turns - 1, BUILD.V_STAGES)  # the other consumer may have one more
@@ -223,7 +229,10 @@ def query_kernel(
     lse_ptr, delta_ptr,  # fp32 [B * H, length] or [H, length]: the LSE in base 2, and delta; see `address.line_begin`
     suspect_ptr,  # int32, one for every 64 rows, numbered as by `address.locate`, all 0: becomes 1 where a row is suspect
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
-    scale_log2, band, batch, heads, tiles, members, len_q, len_k, length,
+    slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
+    scale_log2,
+    cap,  # as `tile_ops.bend` takes it
+    band, batch, heads, tiles, members, len_q, len_k, length,
     BUILD: gl.constexpr,
 ):  # fmt: skip
     """A row tile. `heads`: of Q. `tiles`: of a head. `members`: heads of a group (`locate_rows`)."""
@@ -253,7 +262,8 @@ def query_kernel(
     seen = gl.maximum(gl.minimum(end_key(last, own_k - own_q, own_k, band), own_k) - start, 0)
     fewer = gl.minimum(gl.maximum(gl.cdiv(seen, BLOCK_N), 1), turns)
     ranges = (turns, fewer, start, full, full_end)
-    notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], slot_layout())
+    BENT: gl.constexpr = 1 if BUILD.ALIBI != "" else 2 if BUILD.CAP else 0
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES + BENT, 1], slot_layout())
     zero = gl.full([1], 0, gl.int32, number_layout(gl.num_warps()))
     notes.index(COL).store(zero + row)
     notes.index(HEAD).store(zero + head)
@@ -262,6 +272,13 @@ def query_kernel(
     notes.index(LEN_K).store(zero + own_k)
     notes.index(BEGIN_Q).store(zero + begin_q)
     notes.index(LEN_Q).store(zero + own_q)
+    if BUILD.ALIBI != "":
+        if BUILD.PER_SEQUENCE:
+            slopes_ptr += (b + sequence).to(gl.int64) * heads
+        notes.index(NOTES).store(zero + as_bits(gl.load(slopes_ptr + head) * 1.4426950408889634))
+    if BUILD.CAP:
+        notes.index(NOTES).store(zero + as_bits(cap[0]))
+        notes.index(NOTES + 1).store(zero + as_bits(cap[1]))
     line = (b * heads + head).to(gl.int64) * length
     if BUILD.PACKED:
         notes.index(FLAG).store(zero + head * (len_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS)
