@@ -118,16 +118,16 @@ class Machine:
         self.condition.notify_all()
 
     def _next(self) -> Optional[int]:
-        while True:
+        while self.ready:
             able = [index for index, (ready, _) in self.ready.items() if ready()]
             if self.loads and (not able or (not self.late and self.random.random() < 0.5)):
                 self.loads.pop(self.random.randrange(len(self.loads)))()
             elif able:
                 return self.random.choices(able, [self.eagerness[index] for index in able])[0]
             else:
-                if self.ready:
-                    self.failure = Wrong(f"deadlock: {[what for _, what in self.ready.values()]}")
+                self.failure = Wrong(f"deadlock: {[what for _, what in self.ready.values()]}")
                 return None
+        return None  # all have come to their end; loads that are left nobody has awaited
 
 
 class Barrier:
