@@ -31,7 +31,7 @@ PROBLEMS = {
 BACKWARD = (
     "b1 h8 q512 k512 d128 bf16 causal",
     "b3 h4/2 q300 k300 d64 fp16 packed window(9,inf) alibi(batch) sink deterministic",
-    "b2 h4/2 q300 k300 d192/128 bf16",
+    "b2 h4/2 q304 k304 d192/128 bf16 causal bias(bhqk)",
     "b3 h2 q300 k300 d256 bf16 packed causal",
 )
 

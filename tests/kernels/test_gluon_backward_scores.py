@@ -193,7 +193,6 @@ def test_the_plan_takes_hopper_and_its_tile_fits(words, dims):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("d192/128 bias(hqk)", "biases and masks up to 128 dimensions only"),
         ("d128 softcap=50.0 alibi", "a soft-cap without ALiBi, biases and masks only"),
         ("d128 softcap=50.0 mask(bk)", "a soft-cap without ALiBi, biases and masks only"),
         ("d64 bias(hqk,fp32)", "bytes of shared memory"),
@@ -214,7 +213,10 @@ def test_what_it_refuses(words, reason):
         ("b2 h4 bias(hqk)", "64x32 w4 s2 tma"),  # a walk over the batch
         ("b1 h4 bias(hk)", "64x32 w4 s2 tma"),
         ("b1 h4 alibi bias(hqk,fp32)", "64x128 w4 s2"),
+        ("b1 h4 d192/128 bias(hqk)", "64x64 w4 s2"),
+        ("b2 h4 d256 bias(hqk)", "128x32 w8 s3"),
     ],
 )
 def test_a_gradient_that_is_no_sum_over_tiles_takes_the_larger_ones(words, tile):
-    assert str(bias_tile(Problem.parse(f"q400 k400 d64 bf16 {words}"))) == tile
+    dims = "" if " d" in words else "d64"
+    assert str(bias_tile(Problem.parse(f"q400 k400 {dims} bf16 {words}"))) == tile

@@ -27,6 +27,12 @@ STRUCTURES = {
         *["d136/64 fp16 window(9,inf) packed", "d64/256 bf16", "d256 bf16 causal scale=-0.1"],
     ],
     "softcap": ["d256 bf16 causal softcap=50.0", "d256 fp16 window(256,9) packed softcap=9.0", "d192/128 bf16 softcap=50.0"],
+    "bias": [
+        "d256 bf16 causal bias(hqk)",
+        "d256 bf16 bias(hqk,fp32)",
+        "d192/128 bf16 causal bias(hqk)",
+        "d256 fp16 window(9,3) mask(bk)",
+    ],
     "alibi": ["d256 bf16 causal alibi", "d256 bf16 alibi", "d256 fp16 window(256,0) packed alibi(batch)"],
 }
 CAP_STACK = 40  # numbers that stay the same, which a turn of 1,600 instructions loads: LSE and delta, and where rows lie
@@ -71,6 +77,7 @@ def overlaps(listing: str) -> bool:
 
 def main(*texts: str) -> None:
     import torch
+    from compile_only import made_for
 
     from rowmax import Device, Problem, testing
     from rowmax.kernels.backward_wide_launch import wide_backward_calls
@@ -87,7 +94,8 @@ def main(*texts: str) -> None:
         cu = torch.zeros(problem.batch + 1, dtype=torch.int32) if problem.packed else None
         out, lse = torch.empty(out_shape, dtype=problem.dtype), torch.empty(lse_shape)
         slopes = testing.operands(problem.with_(len_q=1, len_k=1)).slopes
-        calls = wide_backward_calls(problem, Operands(q, k, v, cu, cu, slopes), tile, out, lse, out, lse, q, k, v)
+        made = (made_for(problem, problem.bias, problem.dtype), made_for(problem, problem.mask, torch.bool))
+        calls = wide_backward_calls(problem, Operands(q, k, v, cu, cu, slopes, None, *made), tile, out, lse, out, lse, q, k, v)
         planned = dict(zip(("keys", "queries"), shared_bytes(problem, tile), strict=True))
         for name, call in zip(("prepare", "keys", "queries", "repair"), calls, strict=True):
             facts, listing = compiled(call, (9, 0))

@@ -1,4 +1,4 @@
-"""Soft-caps and ALiBi in the Hopper backward for head dimensions above 128: simulated and mutated, and when the plan takes it.
+"""Soft-caps, ALiBi, biases and masks in the Hopper backward above 128 head dimensions: simulated, mutated, and when planned.
 
 What bends scores of keys is `backward_scores.py`, whose own mutants are in `test_gluon_backward_scores.py`.
 """
@@ -16,14 +16,19 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import simulate_backward_wide
 from gluon_mutants import only
-from test_gluon_backward_wide_simulation import ACROSS, DOWN, TILE, fails, non_finite, run
+from test_gluon_backward_wide_simulation import ACROSS, DOWN, fails, non_finite, run, tile_of
 
-from rowmax.plan.hopper_wide import SHARED_BYTES, shared_bytes
+from rowmax.plan.hopper_wide import SHARED_BYTES, given_stages, shared_bytes, shares
 
 H200 = Device.named("H200")
 CAPPED, FLAT = "b1 h4/2 q130 k200 d136 bf16 causal softcap=2.0", "b1 h2 q200 k100 d136 bf16 softcap=2.0"
 SLOPED, AROUND = "b2 h4/2 q130 k200 d136 bf16 causal alibi(batch)", "b1 h2 q130 k200 d136 fp16 alibi"
 PACKED = "b3 h4/2 q200 k200 d136 bf16 packed causal alibi(batch)"
+EACH = "b2 h4/2 q130 k200 d136 bf16 causal bias(bhqk)"
+LONG = "b1 h2 q330 k136 d256 bf16 bias(hqk)"  # key tiles of 32, and one place for P
+BELOW = "b1 h2 q128 k400 d256 bf16 causal bias(hqk)"  # the first consumer's rows see two of those less
+SHOWN = "b2 h2 q130 k144 d144 fp16 mask(bqk)"
+KEYS = "b2 h4/2 q130 k208 d136 bf16 mask(bk)"
 CASES = [
     (CAPPED, "spiky"),
     ("b1 h2 q200 k300 d256 bf16 causal softcap=50.0", "normal"),
@@ -37,11 +42,22 @@ CASES = [
     ("b1 h4/2 q129 k130 d64/256 bf16 window(40,0) alibi", "normal"),
     ("b3 h4/2 q150 k200 d256 bf16 packed window(40,20) alibi(batch)", "normal"),
     ("b1 h2 q130 k130 d192/128 bf16 causal alibi sink", "normal"),
+    (EACH, "normal"),
+    (LONG, "normal"),
+    (BELOW, "normal"),
+    ("b2 h4/2 q130 k136 d256 fp16 causal bias(qk,fp32)", "spiky"),  # with one tile in flight
+    ("b1 h4/2 q200 k136 d192/128 bf16 window(70,9) bias(hqk)", "normal"),
+    ("b1 h2 q130 k136 d256 bf16 causal alibi bias(hk)", "normal"),
+    (KEYS, "normal"),
+    (SHOWN, "normal"),
+    ("b2 h2 q130 k144 d256 fp16 mask(bqk)", "normal"),
+    ("b2 h2 q130 k144 d256 bf16 window(40,20) bias(bk)", "normal"),
+    ("b2 h4/2 q70 k144 d256 bf16 causal mask(hqk) sink", "spiky"),
 ]
 
 
 @pytest.mark.parametrize(("text", "kind"), CASES)
-def test_scores_that_are_bent_reach_the_gradients(text, kind):
+def test_scores_that_are_bent_or_given_reach_the_gradients(text, kind):
     problem = Problem.parse(text)
     report, marks = run(problem, testing.operands(problem, kind), late=len(text) % 2 == 0)
     assert report.ok, str(report)
@@ -60,7 +76,9 @@ def test_hidden_keys_have_no_say_in_how_a_cap_is_computed():
     for keys in (operands.k, operands.k.clone()):
         if found:
             keys[:, hidden] = 1e4
-        found.append(simulate_backward_wide.backward(problem, operands._replace(k=keys), TILE, out, lse, grad_out, grad_lse))
+        found.append(
+            simulate_backward_wide.backward(problem, operands._replace(k=keys), tile_of(problem), out, lse, grad_out, grad_lse)
+        )
     (dq, dk, dv, *_), (dq_again, dk_again, dv_again, *_) = found
     assert torch.equal(dq[:, :60], dq_again[:, :60])
     assert torch.equal(dk[:, ~hidden], dk_again[:, ~hidden])
@@ -79,13 +97,41 @@ def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where,
         assert float((mine - theirs)[theirs.isfinite()].abs().max()) < 0.1
 
 
+@pytest.mark.parametrize("words", ["bf16 causal bias(hqk)", "bf16 bias(hqk,fp32)", "fp16 bias(k)"])
+@pytest.mark.parametrize("value", ["lowest", "infinity"])
+def test_extreme_biases_are_what_the_portable_kernels_take_them_for(words, value):
+    from rowmax.kernels import launch
+
+    problem = Problem.parse(f"b1 h2 q66 k72 d136 {words}")
+    operands = testing.operands(problem)
+    if value == "lowest":
+        operands.bias.fill_(torch.finfo(operands.bias.dtype).min)[..., 0] = -torch.inf
+    else:
+        operands.bias[..., 30] = torch.inf
+        operands.bias[..., 3] = torch.finfo(operands.bias.dtype).max
+    out, lse = testing.attend(problem, operands)
+    rest = (out, lse, *testing.cotangents(problem))
+    *grads, _, _ = simulate_backward_wide.backward(problem, operands, tile_of(problem), *rest)
+    portable = plan(problem, H200, direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
+    for mine, theirs in zip(grads, launch.backward(problem, operands, *rest, (True,) * 3, portable), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-6)
+
+
 # ---- mutants -----------------------------------------------------------------------------------------------------------------
 
 SHIFT = "shift = _note(notes, LEN_K) - _note(notes, LEN_Q)"
-EACH, EACH_KEY = (
+OWN, OWN_KEYS = (
     "slopes_ptr += (b + sequence).to(gl.int64) * heads",
     "slopes_ptr += (b + sequence).to(gl.int64) * (heads * BUILD.GROUP)",
 )
+AWAIT = "    wait_full(ring, turn, BUILD.GIVEN_STAGES, True, CONSUMER, CONSUMERS)\n"
+FREE = "    release_read(ring, turn, BUILD.GIVEN_STAGES, CONSUMER, CONSUMERS)\n"
+PLACE_OF_P = "shares.index(buffer_of(turn, BUILD.SHARES))"
+READ_P = f"    p = gl.convert_layout(_from_own({PLACE_OF_P}.load(own_layout())), score_layout(QUERIES))\n"
+OWN_ROW = "row = _note(notes, COL) + CONSUMER * ROWS\n    if BUILD.CAP"
+NEXT_COL = "col + BUILD.BLOCK_N, turn + 1, ranges"
+COLUMN = "start + turn * BUILD.BLOCK_N)\n                fetch"
+IF_ONE, FREE_P = "    if BUILD.SHARES < BUILD.STAGES:\n", "        release(share_ring, turn, BUILD.SHARES)\n"
 # name -> (replacements, problem, kernel)
 MUTANTS = {
     # dQ
@@ -94,25 +140,43 @@ MUTANTS = {
     "no derivative of the cap": (only("    _weights, p = capped", "    p, _gain = capped"), CAPPED, ACROSS),
     "hidden keys are no lower than others": (only("band, LOWEST)", "band, 0.0)"), CAPPED, ACROSS),
     "nothing hidden under a cap": (only("edge = (col < full) | (col >= full_end)", "edge = col < 0"), CAPPED, ACROSS),
-    "hidden from the first consumer's rows": (only("CONSUMER * s.shape[0]", "0 * s.shape[0]"), CAPPED, ACROSS),
-    "keys of the turn before": (only("col + BLOCK_N, ranges", "col, ranges"), CAPPED, ACROSS),
-    "slopes at the keys of the turn before": (only("col + BLOCK_N, ranges", "col, ranges"), SLOPED, ACROSS),
-    "slopes of the first consumer's rows": (only("CONSUMER * s.shape[0]", "0 * s.shape[0]"), AROUND, ACROSS),
+    "hidden from the first consumer's rows": (only(OWN_ROW, OWN_ROW.replace(" + CONSUMER * ROWS", "")), CAPPED, ACROSS),
+    "keys of the turn before": (only(NEXT_COL, NEXT_COL.replace(" + BUILD.BLOCK_N", "")), CAPPED, ACROSS),
+    "slopes at the keys of the turn before": (only(NEXT_COL, NEXT_COL.replace(" + BUILD.BLOCK_N", "")), SLOPED, ACROSS),
+    "slopes of the first consumer's rows": (only(OWN_ROW, OWN_ROW.replace(" + CONSUMER * ROWS", "")), AROUND, ACROSS),
     "rows of a tile as one": (only("rows = slope * along", "rows = 0.0 * along"), SLOPED, ACROSS),
     "keys ahead as keys behind": (only('if BUILD.ALIBI == "around"', "if False"), AROUND, ACROSS),
     "slopes without the shift": (only(SHIFT, "shift = 0"), AROUND, ACROSS),
     "slopes of the first head": (only("gl.load(slopes_ptr + head)", "gl.load(slopes_ptr)"), AROUND, ACROSS),
-    "slopes of the first sequence": (only(EACH, "pass"), SLOPED, ACROSS),
-    "slopes of the first packed sequence": (only(EACH, EACH.replace(" + sequence", "")), PACKED, ACROSS),
+    "slopes of the first sequence": (only(OWN, "pass"), SLOPED, ACROSS),
+    "slopes of the first packed sequence": (only(OWN, OWN.replace(" + sequence", "")), PACKED, ACROSS),
     "slopes in natural units": (only("head) * 1.4426950408889634)", "head))"), AROUND, ACROSS),
+    "not awaited": (only(AWAIT), EACH, ACROSS),
+    "never given back": (only(FREE), LONG, ACROSS),
+    "given back twice": (only(FREE, FREE + FREE), LONG, ACROSS),
+    "the tile of the first consumer": (only("CONSUMER, CONSUMERS) * BUILD", "0, CONSUMERS) * BUILD"), EACH, ACROSS),
+    "buffers side by side": (only("c, CONSUMERS, BUILD.GIVEN_APART)", "c, CONSUMERS, 1)"), KEYS, ACROSS),
+    "read side by side": (only("CONSUMER, CONSUMERS) * BUILD.GIVEN_APART", "CONSUMER, CONSUMERS)"), KEYS, ACROSS),
+    "given for the first consumer's rows": (only("own = row + c * ROWS if", "own = row if"), EACH, ACROSS),
+    "given for the first keys": (only(COLUMN, COLUMN.replace(" + turn * BUILD.BLOCK_N", "")), EACH, ACROSS),
+    "given for the first head": (only("head * BUILD.GIVEN_HEAD", "head * 0"), EACH, ACROSS),
+    "given for the first sequence": (only("to = (b * BUILD.GIVEN_BATCH", "to = (b * 0"), EACH, ACROSS),
+    "fetched for who does not take it": (only("if c > 0 or both", "if True"), BELOW, ACROSS),
+    "two key tiles fewer": (only("fewer = gl.maximum(fewer, turns - 1)", "pass"), BELOW, ACROSS),
+    "what the mask hides shown": (only("gl.where(own != 0,", "gl.where(own == 0,"), SHOWN, ACROSS),
     # dK and dV
     "the weights handed over": (only("store(_to_own(p))", "store(_to_own(weights.float()))"), FLAT, DOWN),
     "the derivative in dV": (only("gl.convert_layout(weights, ", "gl.convert_layout(p.to(q_buffers.dtype), "), FLAT, DOWN),
     "the cap in natural units, keys": (only("as_bits(cap[1])", "as_bits(cap[1] / 1.4426950408889634)"), CAPPED, DOWN),
     "the unit as the factor, keys": (only("as_bits(cap[0])", "as_bits(cap[1])"), CAPPED, DOWN),
     "slopes of the first member": (only("head * BUILD.GROUP + member)", "head * BUILD.GROUP)"), SLOPED, DOWN),
-    "slopes of the first sequence, keys": (only(EACH_KEY, "pass"), SLOPED, DOWN),
-    "slopes of the first packed sequence, keys": (only(EACH_KEY, EACH_KEY.replace(" + sequence", "")), PACKED, DOWN),
+    "slopes of the first sequence, keys": (only(OWN_KEYS, "pass"), SLOPED, DOWN),
+    "slopes of the first packed sequence, keys": (only(OWN_KEYS, OWN_KEYS.replace(" + sequence", "")), PACKED, DOWN),
+    "P before its place is free": (only("        wait_empty(share_ring, turn, BUILD.SHARES)\n", "        pass\n"), LONG, DOWN),
+    "the place of P never free": (only(FREE_P, "        pass\n"), LONG, DOWN),
+    "the place of P free before P is read": (only(READ_P + IF_ONE + FREE_P, IF_ONE + FREE_P + READ_P), LONG, DOWN),
+    "of the KV head, keys": (only("fetch_given(given, b, member + line,", "fetch_given(given, b, head,"), EACH, DOWN),
+    "never fetched for keys": (only("                fetch_given(", "                0 and fetch_given("), EACH, DOWN),
     "slopes in natural units, keys": (only("+ member) * 1.4426950408889634", "+ member)"), AROUND, DOWN),
 }  # fmt: skip
 
@@ -127,7 +191,10 @@ def test_a_mutant_fails(name):
 # ---- plan --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["softcap=50.0", "alibi", "alibi(batch)", "softcap=50.0 sink deterministic"])
+@pytest.mark.parametrize(
+    "words",
+    ["softcap=50.0", "alibi", "alibi(batch)", "softcap=50.0 sink deterministic", "bias(hqk)", "bias(bk)", "alibi mask(bqk)"],
+)
 @pytest.mark.parametrize("dims", ["256", "160", "192/128", "64/256"])
 def test_the_plan_takes_hopper_and_its_tile_fits(words, dims):
     problem = Problem.parse(f"b2 h16/4 q4096 k4096 d{dims} bf16 causal {words}")
@@ -137,11 +204,27 @@ def test_the_plan_takes_hopper_and_its_tile_fits(words, dims):
 
 
 @pytest.mark.parametrize(
+    ("words", "tile", "places", "stages"),
+    [
+        ("d256 bias(hqk)", "128x32 s2 wide g16", 1, (2, 2)),
+        ("d256 bias(hqk,fp32)", "128x32 s2 wide g16", 1, (1, 2)),
+        ("d256 mask(bk)", "128x64 s2 wide g16", 2, (2, 2)),
+        ("d192/128 bias(hqk)", "128x64 s2 wide g16", 2, (2, 2)),
+    ],
+)
+def test_what_is_given_for_pairs_takes_the_room_of_keys_and_of_p(words, tile, places, stages):
+    problem = Problem.parse(f"b2 h16 q4096 k4096 bf16 causal {words}")
+    found = plan(problem, H200, direction="backward").tiles[0]
+    assert str(found) == tile
+    assert (shares(problem, found), given_stages(problem, found)) == (places, stages)
+
+
+@pytest.mark.parametrize(
     ("words", "reason"),
     [
         ("h16 d256 softcap=50.0 alibi", "a soft-cap without ALiBi, biases and masks only"),
-        ("h16 d192/128 bias(hqk)", "biases and masks up to 128 dimensions only"),
-        ("h16 d256 mask(bk)", "biases and masks up to 128 dimensions only"),
+        ("h16 d256 softcap=50.0 mask(bk)", "a soft-cap without ALiBi, biases and masks only"),
+        ("h16 d256 bias(hqk) mask(bk)", "a bias or a mask, not both"),
         ("h512/1 d256 alibi", "bytes of shared memory"),
         ("h16 d256 dropout=0.1", "its backward computes no dropout"),
     ],

@@ -1,11 +1,12 @@
 """The Hopper backward for head dimensions above 128, simulated on the CPU: right results, no deadlock, no race, and mutants."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rowmax import Problem, reference, testing
+from rowmax import Device, Problem, reference, testing
 
 pytest.importorskip("triton.experimental.gluon")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -15,10 +16,9 @@ import canaries
 import simulate
 import simulate_backward_wide
 
-from rowmax.plan.hopper_wide import HopperWideTile
+from rowmax.plan.hopper_wide import tiles
 
 DOWN, ACROSS = ("key_kernel",), ("query_kernel",)
-TILE, APART = HopperWideTile.parse("128x64 s2 wide g1"), HopperWideTile.parse("128x64 s2 wide")
 
 CASES = [
     "b1 h2 q200 k300 d256 bf16",
@@ -40,12 +40,18 @@ CASES = [
 ]
 
 
-def run(problem, operands, grad_lse=True, kernels=DOWN + ACROSS, tile=TILE, **options):
+def tile_of(problem, group_mb=1):
+    return replace(tiles(problem, Device.named("H200"))[0], group_mb=group_mb)
+
+
+def run(problem, operands, grad_lse=True, kernels=DOWN + ACROSS, group_mb=1, **options):
     out, lse = testing.attend(problem, operands)
     d_out, d_lse = testing.cotangents(problem)
     d_lse = d_lse if grad_lse else None
     options["kernels"] = kernels
-    dq, dk, dv, *marks = simulate_backward_wide.backward(problem, operands, tile, out, lse, d_out, d_lse, **options)
+    dq, dk, dv, *marks = simulate_backward_wide.backward(
+        problem, operands, tile_of(problem, group_mb), out, lse, d_out, d_lse, **options
+    )
     down, across = (dk, dv) if DOWN[0] in kernels else (None, None), dq if ACROSS[0] in kernels else None
     return testing.check_backward(problem, operands, (across, *down), d_out, d_lse, out), torch.cat(marks)
 
@@ -79,7 +85,9 @@ def test_rows_of_a_packed_tensor_outside_every_sequence_stay_as_they_are():
     problem = Problem.parse("b2 h2 q150 k150 d256 bf16 packed causal")
     operands = testing.operands(problem, lengths=((70, 60), (50, 60)))
     out, lse = testing.attend(problem, operands)
-    dq, dk, dv, *_ = simulate_backward_wide.backward(problem, operands, TILE, out, lse, *testing.cotangents(problem))
+    dq, dk, dv, *_ = simulate_backward_wide.backward(
+        problem, operands, tile_of(problem), out, lse, *testing.cotangents(problem)
+    )
     assert not bool(dq[120:].any() | dk[120:].any() | dv[120:].any())
 
 
@@ -93,7 +101,9 @@ def test_values_that_nobody_sees_have_no_effect(text, value):
     q[:, ~seen.any(1)], k[:, ~seen.any(0)], v[:, ~seen.any(0)] = value, value, value
     out, lse = testing.attend(problem, operands)
     given = testing.cotangents(problem)
-    dq, dk, dv, *_ = simulate_backward_wide.backward(problem, operands._replace(q=q, k=k, v=v), TILE, out, lse, *given)
+    dq, dk, dv, *_ = simulate_backward_wide.backward(
+        problem, operands._replace(q=q, k=k, v=v), tile_of(problem), out, lse, *given
+    )
     report = testing.check_backward(problem, operands, (dq, dk, dv), *given)
     assert report.ok, str(report)
 
@@ -112,7 +122,7 @@ def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where,
 
 
 def non_finite(where, text, **options):
-    from rowmax import Device, plan
+    from rowmax import plan
     from rowmax.kernels import launch
 
     problem = Problem.parse(text)
@@ -124,7 +134,7 @@ def non_finite(where, text, **options):
     out, lse = testing.attend(problem, operands)
     portable = plan(problem, Device.named("H200"), direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
     expected = launch.backward(problem, operands, out, lse, d_out, d_lse, (True, True, True), portable)
-    dq, dk, dv, *marks = simulate_backward_wide.backward(problem, operands, TILE, out, lse, d_out, d_lse, **options)
+    dq, dk, dv, *marks = simulate_backward_wide.backward(problem, operands, tile_of(problem), out, lse, d_out, d_lse, **options)
     return (dq, dk, dv), marks, expected
 
 
@@ -136,7 +146,7 @@ def test_lies_in_cu_seqlens_touch_nothing_outside(name):
     out, lse = testing.attend(problem, operands)
     for side in ("queries", "keys", "both"):
         lies = canaries.lying(operands, canaries.HOSTILE[name], side)
-        simulate_backward_wide.backward(problem, lies, TILE, out, lse, *testing.cotangents(problem))
+        simulate_backward_wide.backward(problem, lies, tile_of(problem), out, lse, *testing.cotangents(problem))
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------------
@@ -154,7 +164,8 @@ def only(old, new=""):
 # Of the keys' kernel.
 VALUES, KEYS = "dv = warpgroup_mma_wait(1, deps=[dv])\n", "dk = warpgroup_mma_wait(1, deps=[dk])\n"
 FREE_DO, FREE_Q = "            release(do_ring, turn, BUILD.STAGES)\n", "            release(q_ring, turn, BUILD.STAGES)\n"
-GIVE, LAID = "    give(share_ring, turn, BUILD.STAGES)\n", "    shares.index(i).store(_to_own(p))\n"
+GIVE = "    give(share_ring, turn, BUILD.SHARES)\n"
+LAID = "    shares.index(buffer_of(turn, BUILD.SHARES)).store(_to_own(p))\n"
 FILL_Q = (
     "            fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)\n"
 )
@@ -185,7 +196,7 @@ MUTANTS = {
     "no wait for the next Q": (only(NEXT_Q), LONG, DOWN),
     "no wait for the next dO": (only(NEXT_DO), LONG, DOWN),
     "no wait for dO where dV is multiplied": (only("    wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, DOWN),
-    "no wait for P": (only("    wait_full(share_ring, turn, BUILD.STAGES)\n"), PLAIN, DOWN),
+    "no wait for P": (only("    wait_full(share_ring, turn, BUILD.SHARES)\n"), PLAIN, DOWN),
     "P given before it is there": (only(LAID + GIVE, GIVE + LAID), PLAIN, DOWN),
     "P never given": (only(GIVE), PLAIN, DOWN),
     "Q never released": (only(FREE_Q), LONG, DOWN),
@@ -259,7 +270,7 @@ MUTANTS = {
     "the first consumer's Q": (only("a = rows.index(CONSUMER + ", "a = rows.index(0 + "), LONG, ACROSS),
     # what is hidden: from keys by `backward_scores.py`, whose mutants are in `test_gluon_backward_simulation.py`
     "a key tile too few": (
-        only("gl.maximum(gl.cdiv(seen, BLOCK_N), 1)", "gl.maximum(gl.cdiv(seen, BLOCK_N) - 1, 1)"),
+        only("gl.maximum(gl.cdiv(seen, BUILD.BLOCK_N), 1)", "gl.maximum(gl.cdiv(seen, BUILD.BLOCK_N) - 1, 1)"),
         PLAIN,
         ACROSS,
     ),
@@ -327,7 +338,7 @@ MUTANTS = {
 def fails(mutants, problem, operands, kernels) -> bool:
     for seed in range(12):
         try:
-            options = {"seed": seed, "late": seed % 2 == 0, "mutants": mutants, "kernels": kernels, "tile": APART}
+            options = {"seed": seed, "late": seed % 2 == 0, "mutants": mutants, "kernels": kernels, "group_mb": 0}
             report, marks = run(problem, operands, repair=False, **options)
         except simulate.Wrong:
             return True

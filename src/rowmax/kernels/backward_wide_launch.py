@@ -5,10 +5,11 @@ from typing import Optional
 import torch
 
 from rowmax.kernels.backward_launch import MADE, _line_descriptor, prepare_call
-from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor, alibi_of
-from rowmax.kernels.launch import Call, _bounded, _cap, _padded, _programs, _row_tiles, _strides
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, TMA_BYTES, _descriptor, alibi_of, given_descriptor, given_of
+from rowmax.kernels.launch import Call, _bounded, _cap, _given, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
-from rowmax.plan.hopper_wide import KEYS, QUERIES, HopperWideTile, misfit, padded_dims, value_stages
+from rowmax.plan.hopper import given_bytes
+from rowmax.plan.hopper_wide import KEYS, QUERIES, HopperWideTile, given_stages, misfit, padded_dims, shares, value_stages
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -33,7 +34,7 @@ def wide_backward_calls(
     why_not = misfit(problem, tile)
     if why_not:
         raise ValueError(why_not)
-    q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
+    q, k, v = operands[:3]
     key_tiles, flag_tiles = _row_tiles(problem, problem.len_k, KEYS), _row_tiles(problem, problem.len_q, CONSUMER_ROWS)
     key_flags, row_flags = _programs(problem, key_tiles, problem.heads_k), _programs(problem, flag_tiles, problem.heads_q)
     flags = key_flags + row_flags
@@ -43,9 +44,10 @@ def wide_backward_calls(
     keys = _keys(problem, operands, tile, grad_out, lse_log2, delta, suspect[:key_flags], dk, dv)
     queries = _queries(problem, operands, tile, grad_out, lse_log2, delta, suspect[key_flags:], dq)
 
-    tensors = (q, k, v, grad_out, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k, operands.slopes)
+    pairs = _given(problem, operands)
+    tensors = (q, k, v, grad_out, dq, dk, dv, lse_log2, delta, suspect, *operands[3:6], *pairs[:2])
     numbers = (
-        _cap(problem),
+        *(*pairs[3:5], _cap(problem)),
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
         *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, flag_tiles, key_tiles, row_flags, key_flags),
         *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),
@@ -71,13 +73,14 @@ def _keys(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, 
     members = _together(problem, tile, problem.len_q, problem.max_len_q, problem.heads_k)
     build = Build(
         *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, tile.stages, *tile.registers()),
-        *_bent(problem),
+        *(*_bent(problem), *_given_build(problem, operands, KEYS, given_stages(problem, tile)[0]), shares(problem, tile)),
     )
     numbers = (
         *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, problem.heads_k, tiles, members),
         *(problem.len_q, problem.len_k, build),
     )
-    tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, *operands[3:5], operands.slopes)
+    tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, *operands[3:6])
+    tensors = (*tensors, given_descriptor(problem, operands, QUERIES, KEYS))
     return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
 
@@ -88,26 +91,35 @@ def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_ou
     block_d, block_dv = padded_dims(problem)
     sources = (
         *(_descriptor(q, CONSUMER_ROWS, block_d), _descriptor(grad_out, CONSUMER_ROWS, block_dv)),
-        *(_descriptor(k, KEYS, block_d), _descriptor(v, KEYS, block_dv), _descriptor(dq, CONSUMER_ROWS, block_d)),
+        *(_descriptor(k, tile.block_n, block_d), _descriptor(v, tile.block_n, block_dv)),
+        _descriptor(dq, CONSUMER_ROWS, block_d),
     )
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     heads = problem.heads_q
     members = _together(problem, tile, problem.len_k, problem.max_len_k, heads // problem.group) * problem.group
     build = Build(
-        *(problem.packed, problem.group, problem.dim_qk, block_d, block_dv, tile.stages, value_stages(problem, tile)),
-        *(*tile.registers(), *_bent(problem)),
+        *(problem.packed, problem.group, problem.dim_qk, tile.block_n, block_d, block_dv),
+        *(tile.stages, value_stages(problem, tile)),
+        *(*tile.registers(), *_bent(problem), *_given_build(problem, operands, tile.block_n, given_stages(problem, tile)[1])),
     )
     numbers = (
         *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, heads, tiles, members),
         *(problem.len_q, problem.len_k, lse_log2.shape[1], build),
     )
-    tensors = (*sources, dq if problem.packed else None, lse_log2, delta, suspect, *operands[3:5], operands.slopes)
+    given = given_descriptor(problem, operands, CONSUMER_ROWS, tile.block_n)
+    tensors = (*sources, dq if problem.packed else None, lse_log2, delta, suspect, *operands[3:6], given)
     return Call(query_kernel, _programs(problem, tiles, heads), tensors, numbers, tile)
 
 
 def _bent(problem: Problem) -> tuple[str, bool, bool]:
     """For a `Build`: ALiBi, whose slopes each sequence may have of its own, and a soft-cap."""
     return alibi_of(problem), problem.alibi == "batch", problem.softcap > 0
+
+
+def _given_build(problem: Problem, operands: Operands, keys: int, stages: int) -> tuple:
+    """For a `Build`: what is given for pairs, and its tiles."""
+    name, rows, own_b, own_h = given_of(problem, operands)
+    return name, rows, own_b, own_h, stages, max(TMA_BYTES // (rows * keys * given_bytes(problem)), 1)
 
 
 def _together(problem: Problem, tile: HopperWideTile, length: int, longest: Optional[int], heads: int) -> int:

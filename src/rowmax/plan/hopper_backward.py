@@ -75,6 +75,8 @@ _IN_ORDER = {
 # 14.2, 128x64 w4 s2 12.0, 64x128 w4 s2 11.6, though it keeps 37 numbers on the stack. In a walk these would be 221 to 340: the
 # other tile keeps none there. Untimed.
 _BIAS_TILE, _BIAS_WALK = Tile.parse("64x128 w4 s2"), Tile.parse("64x32 w4 s2 tma")
+# Above 128 dimensions 64x128 keeps 336 bytes on the stack, 64x64 none; in a walk 64x32 keeps 232, this one 144. Untimed.
+_WIDE_BIAS_TILE, _WIDE_BIAS_WALK = Tile.parse("64x64 w4 s2"), Tile.parse("128x32 w8 s3")
 
 
 def bias_tile(problem: Problem) -> Tile:
@@ -86,6 +88,8 @@ def bias_tile(problem: Problem) -> Tile:
     letters = problem.bias.partition(",")[0]
     walks = "q" not in letters or "k" not in letters or not ("b" in letters or problem.batch == 1)
     walks = walks or not ("h" in letters or problem.heads_q == 1)
+    if max(problem.dim_qk, problem.dim_v) > LARGEST:
+        return _WIDE_BIAS_WALK if walks else _WIDE_BIAS_TILE
     return _BIAS_WALK if walks else _BIAS_TILE
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from rowmax.kernels.address import head_base, locate, slopes_base
 from rowmax.kernels.gluon.backward_edges import _place, _store_guarded_keys
 from rowmax.kernels.triton.backward import LOG2E, _store_guarded_dq
+from rowmax.kernels.triton.given import pair_base
 
 
 @triton.jit
@@ -20,6 +21,8 @@ def repair_kernel(
     suspect_ptr,  # int32: `key_flags` marks of 64 keys each, then `row_flags` of 64 rows
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
+    bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    bias_strides, mask_strides,  # (batch, head, query, key)
     cap,  # as `tile_ops.bend` takes it
     q_strides, k_strides, v_strides, do_strides, dq_strides, dk_strides, dv_strides,  # (batch, row, head)
     scale, band, batch, heads, row_tiles, key_tiles, row_flags, key_flags, len_q, len_k, line_length,
@@ -39,21 +42,23 @@ def repair_kernel(
                         number, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k,
                         slopes_ptr, PER_SEQUENCE,
                         q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads,
-                        key_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, SIZE, cap=cap,
+                        key_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, SIZE,
+                        bias_ptr, mask_ptr, bias_strides, mask_strides, cap,
                     )  # fmt: skip
                 else:
                     _store_guarded_rows(
                         number - key_flags, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q,
-                        cu_seqlens_k, slopes_ptr, cap, q_strides, k_strides, v_strides, do_strides, dq_strides, scale, band,
-                        batch, heads, row_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, SIZE,
-                        PER_SEQUENCE,
+                        cu_seqlens_k, slopes_ptr, bias_ptr, mask_ptr, bias_strides, mask_strides, cap, q_strides, k_strides,
+                        v_strides, do_strides, dq_strides, scale, band, batch, heads, row_tiles, len_q, len_k,
+                        line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, SIZE, PER_SEQUENCE,
                     )  # fmt: skip
 
 
 @triton.jit
 def _store_guarded_rows(
-    number, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k, slopes_ptr, cap, q_strides,
-    k_strides, v_strides, do_strides, dq_strides, scale, band, batch, heads, row_tiles, len_q, len_k, line_length,
+    number, q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, cu_seqlens_q, cu_seqlens_k, slopes_ptr, bias_ptr,
+    mask_ptr, bias_strides, mask_strides, cap, q_strides, k_strides, v_strides, do_strides, dq_strides, scale, band, batch,
+    heads, row_tiles, len_q, len_k, line_length,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     SIZE: tl.constexpr, PER_SEQUENCE: tl.constexpr,
 ):  # fmt: skip
@@ -71,6 +76,8 @@ def _store_guarded_rows(
         head_base(v_ptr, v_strides, b, begin_k, head // GROUP), head_base(do_ptr, do_strides, b, begin_q, head),
         head_base(dq_ptr, dq_strides, b, begin_q, head), lse_ptr + own, delta_ptr + own, q_strides[1], k_strides[1],
         v_strides[1], do_strides[1], dq_strides[1], row, tl.minimum(row + SIZE, own_q) - 1, own_q, own_k, own_k - own_q, band,
-        scale, cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E, None, None, None, None, None, None, DIM,
-        DIM_V, BLOCK_D, BLOCK_DV,
+        scale, cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
+        None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
+        None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides, None, None, DIM, DIM_V,
+        BLOCK_D, BLOCK_DV,
     )  # fmt: skip

@@ -17,8 +17,9 @@ Who waits for whom:
 * Tiles of Q and dO are done with about a turn after they were first read. With two of each, the next ones are on their way for
   another turn, which is what L2 needs for 64 KB.
 * One reader gives a buffer back for both: dK of a turn comes after P, hence after S and the LSE, so that the second warpgroup
-  gives back Q, and the place of P with it. dO of the turn after the next is fetched behind the Q of that turn, hence after dP
-  and delta of this one, so that the first warpgroup gives back dO, after dV.
+  gives back Q, and the place of P with it; where P has one place only, it gives that back as soon as it has read it. dO of the
+  turn after the next is fetched behind the Q of that turn, hence after dP and delta of this one, so that the first warpgroup
+  gives back dO, after dV.
 
 NaN and infinities as in `backward.py`.
 """
@@ -31,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rowmax.kernels.address import line_begin
 from rowmax.kernels.gluon.backward import _mark, _nothing, _scores, _store
-from rowmax.kernels.gluon.backward_scores import weights_of
+from rowmax.kernels.gluon.backward_scores import fetch_given, open_given, weights_of
 from rowmax.kernels.gluon.backward_walk import (
     BATCH,
     BEGIN_K,
@@ -69,6 +70,7 @@ from rowmax.kernels.gluon.ring import (
     meet,
     open_ring,
     release,
+    wait_empty,
     wait_full,
 )
 
@@ -85,8 +87,8 @@ class Build:
         BLOCK_M, CONSUMERS: 64 queries of a tile and once 64 keys, for what is shared with `backward.py`.
         STAGES: Q and dO tiles in flight.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
-        ALIBI, PER_SEQUENCE, CAP: as in the forward.
-        GIVEN: nothing is given for pairs.
+        ALIBI, PER_SEQUENCE, CAP: as in the forward; GIVEN and what begins so, too: rows are 64 or 1.
+        SHARES: turns whose P are in shared memory: as Q tiles, or one where what is given for pairs takes the room.
     """
 
     PACKED: bool
@@ -101,7 +103,13 @@ class Build:
     ALIBI: str
     PER_SEQUENCE: bool
     CAP: bool
-    GIVEN: str = ""
+    GIVEN: str
+    GIVEN_ROWS: int
+    GIVEN_BATCH: int
+    GIVEN_HEAD: int
+    GIVEN_STAGES: int
+    GIVEN_APART: int
+    SHARES: int
     BLOCK_M: int = 64
     CONSUMERS: int = 1
 
@@ -114,7 +122,7 @@ class Build:
 
 
 @gluon.jit
-def _producer(first_line, ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
+def _producer(first_line, ranges, notes, given, sources, buffers, rings, BUILD: gl.constexpr):
     """Fetches K and V, and for every turn Q and dO with two numbers for each row."""
     q_source, do_source, k_source, v_source, lse_source, delta_source, _dk, _dv = sources
     q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, _shares = buffers
@@ -136,6 +144,8 @@ def _producer(first_line, ranges, notes, sources, buffers, rings, BUILD: gl.cons
             fill_with_line(q_ring, q_parts, lse_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
             if turn == 0:
                 fill(v_ring, (v_buffers, v_source, v_buffers, v_source), b, first_key, head, 0, 1, 0, 1, 0)
+            if BUILD.GIVEN != "":
+                fetch_given(given, b, member + line, row, first_key, turn, BUILD)
             fill_with_line(do_ring, do_parts, delta_parts, b, row, member + line, line, row + shift, turn, BUILD.STAGES)
 
 
@@ -161,15 +171,17 @@ def _scores_of(buffers, tiles, place, turn, STAGES: gl.constexpr, BLOCK: gl.cons
 
 
 @gluon.jit
-def _weights(s, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
+def _weights(s, given, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
     """P of a turn, given to the other warpgroup, and in 16 bits as the first factor of dV."""
     q_buffers, _do_buffers, _k_buffers, _v_buffers, lse_buffers, _delta_buffers, shares = buffers
     row, _line = place_of(turn, line, ranges, BUILD)
     i = buffer_of(turn, BUILD.STAGES)
     lse = lse_buffers.index(i).reshape([QUERIES])
-    weights, p = weights_of(s, lse, None, row, turn, ranges, notes, band, scale_log2, q_buffers.dtype, 0, BUILD)
-    shares.index(i).store(_to_own(p))
-    give(share_ring, turn, BUILD.STAGES)
+    weights, p = weights_of(s, lse, given, row, turn, ranges, notes, band, scale_log2, q_buffers.dtype, 0, BUILD)
+    if BUILD.SHARES < BUILD.STAGES:
+        wait_empty(share_ring, turn, BUILD.SHARES)
+    shares.index(buffer_of(turn, BUILD.SHARES)).store(_to_own(p))
+    give(share_ring, turn, BUILD.SHARES)
     return gl.convert_layout(weights, weight_layout(BUILD.BLOCK_DV))
 
 
@@ -181,7 +193,7 @@ def _value_gradient(p, dv, turn, do_buffers, do_ring, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _value_consumer(line, ranges, notes, band, scale_log2, out, sources, buffers, rings, BUILD: gl.constexpr):
+def _value_consumer(line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, BUILD: gl.constexpr):
     """P for the other warpgroup, and dV."""
     _q, _do, _k, _v, _lse, _delta, _dk, dv_source = sources
     q_buffers, do_buffers, k_buffers, v_buffers, _lse_buffers, _delta_buffers, _shares = buffers
@@ -193,14 +205,14 @@ def _value_consumer(line, ranges, notes, band, scale_log2, out, sources, buffers
         wait_full(q_ring, row * 0, BUILD.STAGES)
         s = warpgroup_mma_wait(0, deps=[_scores_of(k_buffers, q_buffers, row, row * 0, BUILD.STAGES, BUILD.BLOCK_D, BUILD)])
         for turn in range(turns - 1):
-            p = _weights(s, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+            p = _weights(s, given, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
             dv = _value_gradient(p, dv, turn, do_buffers, do_ring, BUILD)
             wait_full(q_ring, turn + 1, BUILD.STAGES)
             s = _scores_of(k_buffers, q_buffers, turn, turn + 1, BUILD.STAGES, BUILD.BLOCK_D, BUILD)
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(do_ring, turn, BUILD.STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
-        p = _weights(s, turns - 1, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+        p = _weights(s, given, turns - 1, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
         dv = warpgroup_mma_wait(0, deps=[_value_gradient(p, dv, turns - 1, do_buffers, do_ring, BUILD)])
     meet(2)  # nobody reads V any more: dV goes where it was
     _dk_ptr, dv_ptr, _suspect_ptr, heads = out
@@ -219,8 +231,10 @@ def _key_gradient(dp, dk, turn, buffers, rings, BUILD: gl.constexpr):
     q_ring, _do_ring, _k_ring, _v_ring, share_ring = rings
     i = buffer_of(turn, BUILD.STAGES)
     delta = delta_buffers.index(i).reshape([QUERIES]).load(column_layout(score_layout(QUERIES)))
-    wait_full(share_ring, turn, BUILD.STAGES)
-    p = gl.convert_layout(_from_own(shares.index(i).load(own_layout())), score_layout(QUERIES))
+    wait_full(share_ring, turn, BUILD.SHARES)
+    p = gl.convert_layout(_from_own(shares.index(buffer_of(turn, BUILD.SHARES)).load(own_layout())), score_layout(QUERIES))
+    if BUILD.SHARES < BUILD.STAGES:
+        release(share_ring, turn, BUILD.SHARES)
     ds = (p * (dp - gl.expand_dims(delta, 0))).to(q_buffers.dtype)
     wait_full(q_ring, turn, BUILD.STAGES)
     q = q_buffers.index(i).reshape([QUERIES, BUILD.BLOCK_D])
@@ -270,6 +284,7 @@ def key_kernel(
     suspect_ptr,  # int32, one for every 64 keys, numbered as by `address.locate`, all 0: becomes 1 where a key is suspect
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H], H of Q; None: no ALiBi
+    given_source,  # descriptor of a bias or of a mask in bytes, [B|1, H|1, Q|1, K]; None: there is neither
     scale_log2,
     cap,  # as `tile_ops.bend` takes it
     band, batch, heads, tiles, members, len_q, len_k,
@@ -283,18 +298,21 @@ def key_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [1, 1, KEYS, 1, BUILD.BLOCK_DV], v_source.layout)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, QUERIES], line_layout())
     delta_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, QUERIES], line_layout())
-    shares = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 8, 128, 4], own_shared_layout())
+    shares = gl.allocate_shared_memory(gl.float32, [BUILD.SHARES, 8, 128, 4], own_shared_layout())
     q_ring = open_ring(BUILD.STAGES, 1)
     do_ring = open_ring(BUILD.STAGES, 1)
     k_ring = open_ring(1, 1)
     v_ring = open_ring(1, 1)
-    share_ring = open_ring(BUILD.STAGES, 1)
+    share_ring = open_ring(BUILD.SHARES, 1)
     # None inside a tuple does not reach the warps: what is not used is some pointer instead.
     if not BUILD.PACKED:
         dk_ptr = suspect_ptr
         dv_ptr = suspect_ptr
         cu_seqlens_q = suspect_ptr
         cu_seqlens_k = suspect_ptr
+    given = (q_ring, q_buffers, q_source)
+    if BUILD.GIVEN != "":
+        given = open_given(given_source, BUILD)
     fence_async_shared()
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     col, head, b, sequence, begin_k, own_k, begin_q, own_q = locate(gl.program_id(0), work, BUILD)
@@ -331,7 +349,7 @@ def key_kernel(
     rings = (q_ring, do_ring, k_ring, v_ring, share_ring)
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     gl.warp_specialize([
-        (_value_consumer, (line, ranges, notes, band, scale_log2, out, sources, buffers, rings, BUILD)),
+        (_value_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, BUILD)),
         (_key_consumer, (ranges, notes, scale_log2, out, sources, buffers, rings, BUILD)),
-        (_producer, (line, ranges, notes, sources, buffers, rings, BUILD)),
+        (_producer, (line, ranges, notes, given, sources, buffers, rings, BUILD)),
     ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -9,7 +9,8 @@ keys exchanged in its loops; what stands where is our own. Scores are bent in `b
 
 A turn is dQ of its key tile, then S and dP of the next one, issued together and awaited one after another: P is computed while
 the tensor cores do dP, and dQ is awaited first, so that its K can be replaced. Nothing is in flight where the loop goes round.
-There is room for two K tiles and one V tile: V is read by one product only.
+There is room for two K tiles and one V tile: V is read by one product only. What is given for pairs comes through a ring of
+each consumer; where that takes more room than there is, key tiles are half as long.
 
 NaN and infinities: where a row does not see a key, dS is set to 0, whatever P and dP are; but 0 * NaN of K is NaN. With a
 soft-cap P is 0 there, and 0 * NaN of dP is NaN too. Rows with a NaN leave a mark for their 64, and `backward_wide_edges.py`
@@ -36,7 +37,7 @@ from rowmax.kernels.gluon.backward_walk import (
     NOTES,
     _note,
 )
-from rowmax.kernels.gluon.backward_wide_scores import row_weights_of
+from rowmax.kernels.gluon.backward_wide_scores import fetch_given_rows, open_given_rows, row_weights_of
 from rowmax.kernels.gluon.index import hide
 from rowmax.kernels.gluon.layouts import (
     number_layout,
@@ -52,7 +53,6 @@ from rowmax.kernels.tile_ops import end_key, key_ranges
 
 ROWS = gl.constexpr(64)  # of a consumer
 CONSUMERS = gl.constexpr(2)
-BLOCK_N = gl.constexpr(64)  # keys of a tile
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,16 @@ class Build:
     Attributes:
         GROUP: query heads of a KV head.
         DIM: of Q; BLOCK_D, BLOCK_DV: head dimensions in shared memory, zero-filled.
+        BLOCK_N: keys of a tile, 64 or 32.
         STAGES, V_STAGES: K tiles and V tiles in flight.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
-        ALIBI, PER_SEQUENCE, CAP: as in the forward.
+        ALIBI, PER_SEQUENCE, CAP: as in the forward; GIVEN and what begins so, too: rows are 64 or 1.
     """
 
     PACKED: bool
     GROUP: int
     DIM: int
+    BLOCK_N: int
     BLOCK_D: int
     BLOCK_DV: int
     STAGES: int
@@ -79,6 +81,12 @@ class Build:
     ALIBI: str
     PER_SEQUENCE: bool
     CAP: bool
+    GIVEN: str
+    GIVEN_ROWS: int
+    GIVEN_BATCH: int
+    GIVEN_HEAD: int
+    GIVEN_STAGES: int
+    GIVEN_APART: int
 
     def __post_init__(self):  # in a kernel, an attribute of a constant is a constant only if it says so
         for name, value in vars(self).copy().items():
@@ -110,12 +118,12 @@ def locate_rows(tile, work, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _row_producer(ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
+def _row_producer(ranges, notes, given, sources, buffers, rings, BUILD: gl.constexpr):
     """Fetches Q and dO of the consumers, and for every turn K and V."""
     q_source, do_source, k_source, v_source, _dq = sources
     q_buffers, do_buffers, k_buffers, v_buffers = buffers
     q_ring, do_ring, k_ring, v_ring = rings
-    turns, _fewer, start, _full, _full_end = ranges
+    turns, fewer, start, _full, _full_end = ranges
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
     row = _note(notes, BEGIN_Q) + _note(notes, COL)
@@ -133,11 +141,16 @@ def _row_producer(ranges, notes, sources, buffers, rings, BUILD: gl.constexpr):
                 for c in gl.static_range(CONSUMERS):
                     fill(do_ring, do_parts, b, row + c * ROWS, head, c, CONSUMERS, 0, 1, 0)
             fill(v_ring, v_parts, b, col, head // BUILD.GROUP, turn, BUILD.V_STAGES, 0, 1, 0)
-            col += BLOCK_N
+            if BUILD.GIVEN != "":
+                place = (b, head, _note(notes, COL), start + turn * BUILD.BLOCK_N)
+                fetch_given_rows(given, place, turn, turn < fewer, BUILD)
+            col += BUILD.BLOCK_N
 
 
 @gluon.jit
-def _row_scores(rows, buffers, col, turn, CONSUMER: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr):
+def _row_scores(
+    rows, buffers, col, turn, CONSUMER: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
     """`[queries, keys]` of Q and K, or of dO and V, of a turn: issued, not awaited."""
     a = rows.index(CONSUMER + _nothing(col)).reshape([ROWS, BLOCK])
     b = buffers.index(buffer_of(turn, STAGES)).reshape([BLOCK_N, BLOCK])
@@ -152,19 +165,19 @@ def _row_gradient(
     """dS of a turn, and dQ, issued."""
     _turns, _fewer, start, full, full_end = ranges
     ds = p * (dp - delta)
-    col = start + turn * BLOCK_N
+    col = start + turn * BUILD.BLOCK_N
     if not BUILD.CAP and (col < full) | (col >= full_end):
         row = _note(notes, COL) + CONSUMER * ROWS
         len_q = _note(notes, LEN_Q)
         len_k = _note(notes, LEN_K)
         ds = hide(ds, row, col, len_k, len_k - len_q, band, 0.0)
-    k = k_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BLOCK_N, BUILD.BLOCK_D])
+    k = k_buffers.index(buffer_of(turn, BUILD.STAGES)).reshape([BUILD.BLOCK_N, BUILD.BLOCK_D])
     return warpgroup_mma(gl.convert_layout(ds.to(k_buffers.dtype), weight_layout(BUILD.BLOCK_D)), k, dq, is_async=True)
 
 
 @gluon.jit
 def _row_consumer(
-    ranges, notes, lines, band, scale_log2, out, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    ranges, notes, lines, band, scale_log2, out, given, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """dQ of 64 rows."""
     _q, _do, _k, _v, dq_source = sources
@@ -176,7 +189,7 @@ def _row_consumer(
         turns = fewer
     dq = gl.zeros([ROWS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
     row = _note(notes, COL) + CONSUMER * ROWS
-    rows = row + gl.arange(0, ROWS, layout=row_layout(score_layout(BLOCK_N)))
+    rows = row + gl.arange(0, ROWS, layout=row_layout(score_layout(BUILD.BLOCK_N)))
     keep = rows < _note(notes, LEN_Q)
     lse = gl.expand_dims(gl.load(lse_ptr + rows, mask=keep, other=float("inf")), 1)
     delta = gl.expand_dims(gl.load(delta_ptr + rows, mask=keep, other=0.0), 1)
@@ -184,24 +197,26 @@ def _row_consumer(
         zero = turns * 0
         wait_full(q_ring, CONSUMER, CONSUMERS)
         wait_full(k_ring, zero, BUILD.STAGES)
-        s = _row_scores(q_buffers, k_buffers, start, zero, CONSUMER, BUILD.STAGES, BUILD.BLOCK_D)
+        s = _row_scores(q_buffers, k_buffers, start, zero, CONSUMER, BUILD.STAGES, BUILD.BLOCK_D, BUILD.BLOCK_N)
         wait_full(do_ring, CONSUMER, CONSUMERS)
         wait_full(v_ring, zero, BUILD.V_STAGES)
-        dp = _row_scores(do_buffers, v_buffers, start, zero, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
+        dp = _row_scores(do_buffers, v_buffers, start, zero, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV, BUILD.BLOCK_N)
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        p = row_weights_of(s, lse, start, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD)
+        p = row_weights_of(s, lse, given, start, zero, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD)
         for turn in range(turns - 1):
             release(v_ring, turn, BUILD.V_STAGES)
             dq = _row_gradient(p, dp, delta, dq, turn, ranges, notes, band, k_buffers, CONSUMER, BUILD)
-            col = start + turn * BLOCK_N
+            col = start + turn * BUILD.BLOCK_N
             wait_full(k_ring, turn + 1, BUILD.STAGES)
-            s = _row_scores(q_buffers, k_buffers, col, turn + 1, CONSUMER, BUILD.STAGES, BUILD.BLOCK_D)
+            s = _row_scores(q_buffers, k_buffers, col, turn + 1, CONSUMER, BUILD.STAGES, BUILD.BLOCK_D, BUILD.BLOCK_N)
             dq = warpgroup_mma_wait(1, deps=[dq])
             release(k_ring, turn, BUILD.STAGES)
             wait_full(v_ring, turn + 1, BUILD.V_STAGES)
-            dp = _row_scores(do_buffers, v_buffers, col, turn + 1, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV)
+            dp = _row_scores(do_buffers, v_buffers, col, turn + 1, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV, BUILD.BLOCK_N)
             s = warpgroup_mma_wait(1, deps=[s])
-            p = row_weights_of(s, lse, col + BLOCK_N, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD)
+            p = row_weights_of(
+                s, lse, given, col + BUILD.BLOCK_N, turn + 1, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD
+            )
             wait_full(v_ring, turn + 1, BUILD.V_STAGES)  # once more: it keeps the wait for dP below the exponentials
             dp = warpgroup_mma_wait(0, deps=[dp])
         release(v_ring, turns - 1, BUILD.V_STAGES)  # the other consumer may have one more
@@ -230,6 +245,7 @@ def query_kernel(
     suspect_ptr,  # int32, one for every 64 rows, numbered as by `address.locate`, all 0: becomes 1 where a row is suspect
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
+    given_source,  # descriptor of a bias or of a mask in bytes, [B|1, H|1, Q|1, K]; None: there is neither
     scale_log2,
     cap,  # as `tile_ops.bend` takes it
     band, batch, heads, tiles, members, len_q, len_k, length,
@@ -239,8 +255,8 @@ def query_kernel(
     dtype: gl.constexpr = q_source.dtype
     q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_D], q_source.layout)
     do_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, ROWS, 1, BUILD.BLOCK_DV], do_source.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BLOCK_N, 1, BUILD.BLOCK_D], k_source.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [BUILD.V_STAGES, 1, BLOCK_N, 1, BUILD.BLOCK_DV], v_source.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [BUILD.STAGES, 1, BUILD.BLOCK_N, 1, BUILD.BLOCK_D], k_source.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [BUILD.V_STAGES, 1, BUILD.BLOCK_N, 1, BUILD.BLOCK_DV], v_source.layout)
     q_ring = open_ring(CONSUMERS, 1)
     do_ring = open_ring(CONSUMERS, 1)
     k_ring = open_ring(BUILD.STAGES, CONSUMERS)
@@ -250,17 +266,22 @@ def query_kernel(
         dq_ptr = suspect_ptr
         cu_seqlens_q = suspect_ptr
         cu_seqlens_k = suspect_ptr
+    given = (q_ring, q_buffers, q_source)
+    if BUILD.GIVEN != "":
+        given = open_given_rows(given_source, BUILD)
     fence_async_shared()
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     row, head, b, sequence, begin_q, own_q, begin_k, own_k = locate_rows(gl.program_id(0), work, BUILD)
     last = gl.minimum(row + CONSUMERS * ROWS, own_q) - 1
-    start, full, full_end, end = key_ranges(row, last, own_k, own_k - own_q, band, BLOCK_N)
-    turns = gl.where(row < own_q, gl.cdiv(end - start, BLOCK_N), 0)
-    # Under a diagonal the first consumer's rows see one key tile less. It takes one in any case, since
-    # what is fetched must have arrived in the end.
+    start, full, full_end, end = key_ranges(row, last, own_k, own_k - own_q, band, BUILD.BLOCK_N)
+    turns = gl.where(row < own_q, gl.cdiv(end - start, BUILD.BLOCK_N), 0)
+    # Under a diagonal the first consumer's rows see one key tile less (or two shorter ones, of which it takes one: K comes for
+    # both). It takes one in any case, since what is fetched must have arrived in the end.
     last = gl.minimum(row + ROWS, own_q) - 1
     seen = gl.maximum(gl.minimum(end_key(last, own_k - own_q, own_k, band), own_k) - start, 0)
-    fewer = gl.minimum(gl.maximum(gl.cdiv(seen, BLOCK_N), 1), turns)
+    fewer = gl.minimum(gl.maximum(gl.cdiv(seen, BUILD.BLOCK_N), 1), turns)
+    if BUILD.BLOCK_N < ROWS:
+        fewer = gl.maximum(fewer, turns - 1)
     ranges = (turns, fewer, start, full, full_end)
     BENT: gl.constexpr = 1 if BUILD.ALIBI != "" else 2 if BUILD.CAP else 0
     notes = gl.allocate_shared_memory(gl.int32, [NOTES + BENT, 1], slot_layout())
@@ -292,7 +313,7 @@ def query_kernel(
     rings = (q_ring, do_ring, k_ring, v_ring)
     # Constants stand inside the calls: a tuple in a variable would turn them into tensors.
     gl.warp_specialize([
-        (_row_consumer, (ranges, notes, lines, band, scale_log2, out, sources, buffers, rings, 0, BUILD)),
-        (_row_consumer, (ranges, notes, lines, band, scale_log2, out, sources, buffers, rings, 1, BUILD)),
-        (_row_producer, (ranges, notes, sources, buffers, rings, BUILD)),
+        (_row_consumer, (ranges, notes, lines, band, scale_log2, out, given, sources, buffers, rings, 0, BUILD)),
+        (_row_consumer, (ranges, notes, lines, band, scale_log2, out, given, sources, buffers, rings, 1, BUILD)),
+        (_row_producer, (ranges, notes, given, sources, buffers, rings, BUILD)),
     ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip
