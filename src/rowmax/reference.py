@@ -47,8 +47,9 @@ def alibi(slopes, len_q: int, len_k: int, rows=None) -> torch.Tensor:
 def dropout(seed: int, p: float, sequences, heads: int, len_q: int, len_k: int, rows=None) -> torch.Tensor:
     """Boolean `[len(sequences), heads, len_q, len_k]`: the weights that a seed keeps. `sequences`: numbers; `rows`: only those.
 
-    Of Philox4x32 with 7 rounds, key (seed % 2^32, seed // 2^32), counter (i, 4 (j // 32) + j % 8 // 2, head, sequence), word
-    j // 8 % 4 has in its half j % 2, the low one first, 15 bits below the highest that are at least p 2^15, rounded.
+    Of Philox4x32 with 7 rounds, key (seed % 2^32, seed // 2^32), counter (8 (i // 16) + i % 8, 4 (j // 16) + j % 8 // 2, head,
+    sequence), word 2 (j // 8 % 2) + i // 8 % 2 has in its half j % 2, the low one first, 15 bits below the highest that are at
+    least p 2^15, rounded.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
     device = rows.device if rows is not None else None
@@ -57,7 +58,7 @@ def dropout(seed: int, p: float, sequences, heads: int, len_q: int, len_k: int, 
     h = torch.arange(heads, device=device).view(-1, 1, 1)
     b = torch.tensor(list(sequences), dtype=torch.int64, device=device).view(-1, 1, 1, 1)
     full = torch.zeros(b.shape[0], heads, i.shape[0], len_k, dtype=torch.int64, device=device)
-    x = [full + i, full + 4 * (j // 32) + j % 8 // 2, full + h, full + b]
+    x = [full + 8 * (i // 16) + i % 8, full + 4 * (j // 16) + j % 8 // 2, full + h, full + b]
     key, mask = [seed % 2**32, seed // 2**32 % 2**32], 2**32 - 1
 
     def product(factor, y):  # (high, low) words, by halves of 16 bits
@@ -70,7 +71,7 @@ def dropout(seed: int, p: float, sequences, heads: int, len_q: int, len_k: int, 
         high2, low2 = product(0xCD9E8D57, x[2])
         k0, k1 = ((key[n] + turn * step) % 2**32 for n, step in enumerate((0x9E3779B9, 0xBB67AE85)))
         x = [high2 ^ x[1] ^ k0, low2, high0 ^ x[3] ^ k1, low0]
-    place = j // 8 % 4
+    place = 2 * (j // 8 % 2) + i // 8 % 2
     word = torch.where(place == 0, x[0], torch.where(place == 1, x[1], torch.where(place == 2, x[2], x[3])))
     return torch.where(j % 2 == 0, word, word // 2**16) % 2**15 >= _dropped(p)
 

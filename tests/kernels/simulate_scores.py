@@ -38,15 +38,27 @@ def _towards_zero(x, factor, number):
     return torch.where(wide.isinf() | wide.isnan(), wide, wide.clamp(-most, most)).float()
 
 
-def _keep(p, rows, call, head, sequence, low, high, least, columns):
-    """By the CPU's generator. rows: `[64, 1]`, broadcast."""
+def _drawn(rows, columns, head, sequence, low, high, least):
+    """Where weights are kept, by the CPU's generator. rows and columns broadcast."""
     seed = (int(high) << 32) | (int(low) & 0xFFFFFFFF)
-    column = 8 * (int(call) & -4) + torch.arange(32 * -(-columns // 32))
-    words = torch.stack(philox((rows[:, :1].long(), column // 32 * 4 + column % 8 // 2, head.long(), sequence.long()), seed))
-    words = words.gather(0, (column // 8 % 4).expand(1, *words.shape[1:]))[0]
-    draws = torch.where(column % 2 == 0, words, words >> 16) & 0x7FFF
-    first = 8 * (int(call) & 3)  # of a tile of 16
-    return torch.where(draws[:, first : first + columns] >= int(least) & 0xFFFF, p, torch.zeros_like(p))
+    i, j = torch.as_tensor(rows).long(), torch.as_tensor(columns).long()
+    counter = (8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, torch.as_tensor(head).long(), torch.as_tensor(sequence).long())
+    words = torch.stack(philox(counter, seed))
+    word = (2 * (j // 8 % 2) + i // 8 % 2).expand(words.shape[1:])
+    words = words.gather(0, word.unsqueeze(0))[0]
+    return torch.where(j % 2 == 0, words, words >> 16) & 0x7FFF >= int(least) & 0xFFFF
+
+
+def _keep(p, rows, call, head, sequence, low, high, least, columns):
+    """rows: `[64, 1]`, broadcast."""
+    kept = _drawn(rows[:, :1], 4 * int(call) + torch.arange(columns), head, sequence, low, high, least)
+    return torch.where(kept, p, torch.zeros_like(p))
+
+
+def _keep_across(p, keys, row, head, sequence, low, high, least, columns):
+    """keys: `[64, 1]`, broadcast."""
+    kept = _drawn(int(row) + torch.arange(columns), keys[:, :1], head, sequence, low, high, least)
+    return torch.where(kept, p, -torch.zeros_like(p))
 
 
 def _settled(l, m, bound, above):
@@ -105,6 +117,8 @@ NAMES = {
     "as_number": lambda bits: bits.view(torch.float32),
     "uniform": lambda x: x,
     "keep": _keep,
+    "keep_across": _keep_across,
+    "kept": lambda x, p: torch.where(torch.signbit(p), torch.zeros_like(x), x),
 }
 
 

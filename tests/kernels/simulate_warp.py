@@ -14,6 +14,27 @@ def _halves_that_are(a, b):
     return np.ascontiguousarray(np.where(x < y, np.uint16(0), width)).view(np.uint32).reshape(LANES)
 
 
+def _of_three_bits(a, b, c, table):
+    """The bits of a table of eight that those of a, b and c are the numbers of."""
+    found = np.zeros(LANES, np.uint32)
+    for number in range(8):
+        if table >> number & 1:
+            bits = (word if number >> place & 1 else ~word for word, place in ((a, 2), (b, 1), (c, 0)))
+            found |= np.bitwise_and.reduce(list(bits))
+    return found
+
+
+def _bytes(a, b, which):
+    """Four of the eight bytes of a and b; with the highest bit of a number set, the sign of each instead."""
+    both, found = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.zeros(LANES, np.uint32)
+    for place in range(4):
+        number = which >> np.uint32(4 * place) & np.uint32(0xF)
+        byte = (both >> (8 * (number & np.uint32(7))).astype(np.uint64)).astype(np.uint32) & np.uint32(0xFF)
+        byte = np.where(number & np.uint32(8), np.where(byte & np.uint32(0x80), np.uint32(0xFF), np.uint32(0)), byte)
+        found |= byte.astype(np.uint32) << np.uint32(8 * place)
+    return found
+
+
 _OPERATIONS = {
     "mov.u32": lambda a: a,
     "mov.b32": lambda a: a,
@@ -21,7 +42,11 @@ _OPERATIONS = {
     "mul.wide.u32": lambda a, b: a.astype(np.uint64) * b.astype(np.uint64),
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
-    "lop3.b32": lambda a, b, c, table: a ^ b ^ c if table[0] == 0x96 else None,
+    "shr.u32": lambda a, b: a >> b,
+    "lop3.b32": lambda a, b, c, table: _of_three_bits(a, b, c, int(table[0])),
+    "prmt.b32": lambda a, b, which: _bytes(a, b, which),
+    "selp.b32": lambda a, b, wanted: np.where(wanted, a, b),
+    "shfl.sync.bfly.b32": lambda a, lanes, *_: a[np.arange(LANES) ^ int(lanes[0])],
     "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,
     "abs.f16x2": lambda a: a & 0x7FFF7FFF,

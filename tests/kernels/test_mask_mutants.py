@@ -34,7 +34,8 @@ KERNEL_MUTANTS = {
 }
 DROPOUT_MUTANTS = {
     "words of a draw in the wrong order": (DROPOUT, "tl.join(a, b), tl.join(c, d)", "tl.join(b, a), tl.join(d, c)", 1),
-    "the second half of 32 keys is as the first": (DROPOUT, "col % 32 == 0, tl", "col % 16 == 0, tl", 1),
+    "rows of every tile are as the first": (DROPOUT, "rows = row // 16 * 8", "rows = row // 16 * 0", 1),
+    "keys in the order of the calls": (DROPOUT, "(0, 4, 1, 2, 5, 3, 6)", "(0, 4, 1, 2, 3, 5, 6)", 1),
     "halves of a word in the wrong order": (DROPOUT, "tl.join(low, high), [BLOCK_M", "tl.join(high, low), [BLOCK_M", 1),
     "every head drops the same": (BACKWARD, "kept(drop, first_head + member, row", "kept(drop, first_head, row", 1),
     "dropped weights left out of the sum": (
@@ -78,7 +79,7 @@ CASES = [
     ("b2 h2/1 q18 k18 d16 fp32 causal softcap=2.0 bias(hqk) mask(bk)", "spiky", "contiguous", None),
     ("b2 h2/1 q18 k16 d16 fp32 causal bias(k) mask(bqk)", "normal", "contiguous", None),
 ]
-DROPOUT_CASES = [("b1 h2/1 q16 k20 d16 fp32 dropout=0.3", "normal", "contiguous", None)]
+DROPOUT_CASES = [("b1 h2/1 q20 k20 d16 fp32 dropout=0.3", "normal", "contiguous", None)]
 CPU_CASES = [
     *CASES,
     ("b2 h2/1 q20 k18 d16 fp32 causal dropout=0.3", "normal", "contiguous", None),

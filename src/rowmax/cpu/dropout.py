@@ -1,7 +1,8 @@
 """Which weights dropout keeps, in torch: the generator of `kernels/triton/dropout.py`, in 64-bit integers. On the CPU, and of
 second order on any device.
 
-    draw_ij = half j % 2 of word j // 8 % 4 of Philox4x32-7(counter = (i, 4 (j // 32) + j % 8 // 2, head, sequence), key = seed)
+    draw_ij = half j % 2 of word 2 (j // 8 % 2) + i // 8 % 2 of Philox4x32-7(key = seed,
+                  counter = (8 (i // 16) + i % 8, 4 (j // 16) + j % 8 // 2, head, sequence))
     kept iff draw_ij % 2^15 >= p 2^15
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), section 4.3.
@@ -45,11 +46,13 @@ class Dropout(NamedTuple):
 
     def kept(self, rows: slice, cols: slice) -> torch.Tensor:
         """Boolean `[b, Hk, G, rows, cols]`."""
-        start, stop = cols.start + self.first_col, cols.stop + self.first_col
-        first = start // 32
-        calls = torch.arange(4 * first, 4 * -(-stop // 32), device=self.heads.device)
-        i = torch.arange(rows.start + self.first_row, rows.stop + self.first_row, device=self.heads.device).unsqueeze(1)
-        words = torch.stack(philox((i, calls, self.heads, self.sequences), self.seed), -1)  # [b, Hk, G, rows, calls, 4]
-        words = words.unflatten(-2, (-1, 4)).transpose(-1, -2)  # a call's words are 8 keys apart
-        draws = torch.stack((words & 0x7FFF, words >> 16 & 0x7FFF), -1).flatten(-4)
-        return draws[..., start - 32 * first : stop - 32 * first] >= self.below
+        row, col = rows.start + self.first_row, cols.start + self.first_col
+        row_stop, col_stop = rows.stop + self.first_row, cols.stop + self.first_col
+        device, above, left = self.heads.device, row // 16, col // 16
+        i = torch.arange(8 * above, 8 * -(-row_stop // 16), device=device).unsqueeze(1)
+        calls = torch.arange(4 * left, 4 * -(-col_stop // 16), device=device)
+        words = torch.stack(philox((i, calls, self.heads, self.sequences), self.seed), -1)  # [b, Hk, G, i, calls, 4]
+        draws = torch.stack((words & 0x7FFF, words >> 16 & 0x7FFF), -1)
+        parts = draws.view(*draws.shape[:3], -1, 8, calls.numel() // 4, 4, 2, 2, 2)  # before halves: j // 8 % 2 and i // 8 % 2
+        draws = parts.permute(0, 1, 2, 3, 8, 4, 5, 7, 6, 9).flatten(6).flatten(3, 5)
+        return draws[..., row - 16 * above : row_stop - 16 * above, col - 16 * left : col_stop - 16 * left] >= self.below

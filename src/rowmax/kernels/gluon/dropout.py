@@ -33,7 +33,7 @@ def dropped(p, drop, own, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
         low, high, least, _factor = drop
         slots, round, key_tile = own
         row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
-        call = (told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N) >> 3
+        call = (told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N) >> 2
         rows = gl.expand_dims(row + gl.arange(0, ROWS, layout=row_layout(p.type.layout)), 1)
         rows, _ = gl.broadcast(rows, p)
         head, sequence = told(slots, round, SLOTS, HEAD), told(slots, round, SLOTS, SEQUENCE)

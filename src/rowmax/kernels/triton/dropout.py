@@ -1,10 +1,12 @@
 """Which weights dropout keeps: a function of the seed and of a weight's place alone, the same in every pass and backend.
 
-    draw_ij = half j % 2 of word j // 8 % 4 of Philox4x32-7(counter = (i, 4 (j // 32) + j % 8 // 2, head, sequence), key = seed)
+    draw_ij = half j % 2 of word 2 (j // 8 % 2) + i // 8 % 2 of Philox4x32-7(key = seed,
+                  counter = (8 (i // 16) + i % 8, 4 (j // 16) + j % 8 // 2, head, sequence))
     kept iff draw_ij % 2^15 >= p 2^15
 
-One call of the generator serves eight keys of a row: those which one thread has of 32 in a sum of tensor cores, two neighbours
-a word, so that `gluon/philox.py` makes a mask of a word where it lies. The low half is the first.
+One call of the generator serves four keys of two queries: what one thread has of 16 x 16 scores in a sum of tensor cores, two
+neighbours a word, so that `gluon/philox.py` makes a mask of a word where it lies. Of transposed scores they lie in two threads,
+with two calls of which each needs one half of every word. The low half is the first key.
 
 For `forward`, `backward` and `bias`; on the CPU: `cpu/dropout.py`.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), section 4.3; seven rounds pass its tests.
@@ -27,24 +29,20 @@ def dropping(seed_ptr, odds, pid, cu_rows, batch, program_heads, tiles, BLOCK: t
 
 @triton.jit
 def kept(drop, head, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Boolean `[BLOCK_M, BLOCK_N]` for queries from `row` and keys from `col` on, a multiple of BLOCK_N; or its transpose."""
-    rows = row + tl.arange(0, BLOCK_M)
-    calls = col // 32 * 4 + tl.arange(0, BLOCK_N // 8 if BLOCK_N >= 32 else 4)
+    """Boolean `[BLOCK_M, BLOCK_N]` for queries from `row` and keys from `col` on, multiples of 16; or its transpose."""
+    rows = row // 16 * 8 + tl.arange(0, BLOCK_M // 2)
+    calls = col // 16 * 4 + tl.arange(0, BLOCK_N // 4)
     if TRANSPOSED:
         a, b, c, d = tl.philox(drop[0], rows[None, :], calls[:, None], head, drop[1], ROUNDS)
     else:
         a, b, c, d = tl.philox(drop[0], rows[:, None], calls[None, :], head, drop[1], ROUNDS)
-    if BLOCK_N >= 32:
-        words = tl.join(tl.join(a, c), tl.join(b, d))  # the last two dimensions count them in order
-    else:
-        words = tl.where(col % 32 == 0, tl.join(a, b), tl.join(c, d))
-    WORDS: tl.constexpr = BLOCK_N // 8 if BLOCK_N < 32 else 4
+    words = tl.join(tl.join(a, b), tl.join(c, d))  # the last two dimensions: i // 8 % 2 and j // 8 % 2
     # Bytes, which are cheaper to move between threads than draws.
     low = ((words & 0x7FFF).to(tl.int32) >= drop[2]).to(tl.int8)
     high = ((words >> 16 & 0x7FFF).to(tl.int32) >= drop[2]).to(tl.int8)
     if TRANSPOSED:
-        parts = tl.reshape(tl.join(low, high), [BLOCK_N // (8 * WORDS), 4, BLOCK_M, WORDS, 2])
-        return tl.reshape(tl.permute(parts, (0, 3, 1, 4, 2)), [BLOCK_N, BLOCK_M]) != 0
+        parts = tl.reshape(tl.join(low, high), [BLOCK_N // 16, 4, BLOCK_M // 16, 8, 2, 2, 2])
+        return tl.reshape(tl.permute(parts, (0, 5, 1, 6, 2, 4, 3)), [BLOCK_N, BLOCK_M]) != 0
     else:
-        parts = tl.reshape(tl.join(low, high), [BLOCK_M, BLOCK_N // (8 * WORDS), 4, WORDS, 2])
-        return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [BLOCK_M, BLOCK_N]) != 0
+        parts = tl.reshape(tl.join(low, high), [BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2])
+        return tl.reshape(tl.permute(parts, (0, 4, 1, 2, 5, 3, 6)), [BLOCK_M, BLOCK_N]) != 0
