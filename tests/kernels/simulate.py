@@ -35,7 +35,7 @@ WARPGROUP = 128  # threads that arrive at a named barrier for one partition
 # Modules that belong to a kernel's.
 PARTS = {
     "forward": ("build", "dropout", "given", "producer"),
-    "backward": ("backward_walk", "backward_scores", "dq_order"),
+    "backward": ("backward_walk", "backward_scores", "backward_dropout", "dq_order"),
     "backward_wide_queries": ("backward_wide_scores",),
 }
 

@@ -41,8 +41,8 @@ def _towards_zero(x, factor, number):
 def _drawn(rows, columns, head, sequence, low, high, least):
     """Where weights are kept, by the CPU's generator. rows and columns broadcast."""
     seed = (int(high) << 32) | (int(low) & 0xFFFFFFFF)
-    i, j = torch.as_tensor(rows).long(), torch.as_tensor(columns).long()
-    counter = (8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, torch.as_tensor(head).long(), torch.as_tensor(sequence).long())
+    i, j, head, sequence = (torch.as_tensor(x).long() for x in (rows, columns, head, sequence))
+    counter = (8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, head, sequence)
     words = torch.stack(philox(counter, seed))
     word = (2 * (j // 8 % 2) + i // 8 % 2).expand(words.shape[1:])
     words = words.gather(0, word.unsqueeze(0))[0]

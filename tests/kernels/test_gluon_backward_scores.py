@@ -18,7 +18,7 @@ from simulate_scores import ptx
 from test_gluon_backward_simulation import PLAIN, WIDE, fails, run
 
 from rowmax.kernels.gluon import backward_names
-from rowmax.plan.hopper_backward import SHARED_BYTES, HopperBackwardTile, bias_tile, shared_bytes
+from rowmax.plan.hopper_backward import SHARED_BYTES, HopperBackwardTile, bias_tile, shared_bytes, slots
 
 H200 = Device.named("H200")
 CAPPED = "b1 h4/2 q130 k200 d64 bf16 causal softcap=2.0"
@@ -188,6 +188,18 @@ def test_the_plan_takes_hopper_and_its_tile_fits(words, dims):
     found = plan(problem, H200, direction="backward")
     assert found.algorithm == "hopper"
     assert shared_bytes(problem, found.tiles[0]) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("words", "turns"),
+    [("d64", 2), ("d128", 2), ("d64 bias(hqk)", 1), ("d128 bias(hqk,fp32)", 1), ("d128 mask(k)", 2), ("d64 mask(k)", 1)],
+)
+def test_in_order_dq_of_two_turns_waits_where_there_is_room(words, turns):
+    problem = Problem.parse(f"b2 h16/4 q4096 k4096 bf16 causal {words} deterministic")
+    (tile,) = plan(problem, H200, direction="backward").tiles
+    assert tile.ordered
+    assert slots(problem, tile) == turns
+    assert shared_bytes(problem, tile) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(

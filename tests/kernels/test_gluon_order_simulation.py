@@ -32,6 +32,11 @@ CASES = [
     ("b1 h2/1 q130 k400 d64 bf16", PARTS),
     ("b5 h2/1 q330 k530 d64 bf16 packed causal", WIDE),
     ("b3 h1 q300 k600 d64 fp16 packed window(9,7)", WIDE),
+    ("b1 h2/1 q300 k300 d64 bf16 causal dropout=0.3", WIDE),
+    ("b2 h1 q300 k304 d64 bf16 bias(qk)", WIDE),  # dQ of one turn in shared memory
+    ("b1 h2 q200 k300 d128 fp16 causal dropout=0.2", NARROW),
+    ("b1 h2 q200 k320 d128 fp16 mask(hqk)", NARROW),
+    ("b1 h2 q200 k312 d128 bf16 causal bias(hk)", NARROW),  # of two
 ]
 
 
@@ -95,14 +100,14 @@ def test_a_deadlock_between_blocks_is_found():
 # ---- mutants ---------------------------------------------------------------------------------------------------------------
 
 PLAIN, CAUSAL, WINDOW = "b1 h1 q130 k400 d64 bf16", "b1 h2 q300 k300 d64 bf16 causal", "b1 h1 q300 k400 d64 bf16 window(20,9)"
-PACKED = "b3 h1 q300 k600 d64 fp16 packed"
+PACKED, GIVEN = "b3 h1 q300 k600 d64 fp16 packed", "b1 h1 q300 k400 d64 bf16 bias(qk)"
 WAIT = "            wait_count(count_ptr, waits * _turn_of(own_row, notes, band, BUILD))\n"
-READ, FREE = "            store_wait(0)\n", "            release(sum_ring, use, SLOTS)\n"
+READ, FREE = "            store_wait(0)\n", "            release(sum_ring, use, BUILD.SLOTS)\n"
 ARRIVE, COUNT = "            wait_sums()\n", "            count_up(count_ptr)\n"
 LAY = "            lay_down(dq, dq_buffers, sum_ring, turn, CONSUMER, BUILD)\n"
 LAY_LAST = "            lay_down(dq, dq_buffers, sum_ring, turns, CONSUMER, BUILD)\n"
 GIVE_LAST = "            give(share_ring, turns, SHARES)\n"
-EMPTY, FENCE = "    wait_empty(sum_ring, turn, SLOTS)\n", ".store(dq)\n    fence_async_shared()\n\n\n@gluon.jit\ndef _one"
+EMPTY, FENCE = "    wait_empty(sum_ring, turn, BUILD.SLOTS)\n", ".store(dq)\n    fence_async_shared()\n\n\n@gluon.jit\ndef _one"
 
 
 MUTANTS = {
@@ -142,7 +147,7 @@ MUTANTS = {
     "dQ given back before it is read": (only(READ + FREE, FREE + READ), CAUSAL),
     "dQ not given back": (only(READ + FREE, READ), CAUSAL),
     "what is there before the first turn is not given back": (
-        only("            release(sum_ring, use, SLOTS)\n        else", "            pass\n        else"),
+        only("            release(sum_ring, use, BUILD.SLOTS)\n        else", "            pass\n        else"),
         CAUSAL,
     ),
     "the last dQ not given": (only(LAY_LAST + GIVE_LAST, LAY_LAST), CAUSAL),
@@ -153,9 +158,11 @@ MUTANTS = {
         CAUSAL,
     ),
     "dQ not fenced": (only(FENCE, FENCE.replace("    fence_async_shared()\n", "")), CAUSAL),
-    "dQ not awaited": (only("        wait_full(share_ring, use, SLOTS)\n"), CAUSAL),
-    "one buffer for all turns": (only("buffer_of(turn, SLOTS) * BUILD.CONSUMERS", "0 * BUILD.CONSUMERS"), CAUSAL),
+    "dQ not awaited": (only("        wait_full(share_ring, use, ADDERS)\n"), CAUSAL),
+    "one buffer for all turns": (only("buffer_of(turn, BUILD.SLOTS) * BUILD.CONSUMERS", "0 * BUILD.CONSUMERS"), CAUSAL),
     "one adder": (only("dq_buffers, sums, 1, BUILD)", "dq_buffers, sums, 0, BUILD)"), CAUSAL),
+    "the one buffer laid over": (only(EMPTY), GIVEN),
+    "the one buffer given back before it is read": (only(READ + FREE, FREE + READ), GIVEN),
     "the other part": (only("part // ACROSS * SIDE, part % ACROSS * SIDE", "0, part % ACROSS * SIDE"), CAUSAL),
 }
 

@@ -75,18 +75,16 @@ def test_its_backward_is_its_own_or_the_portable_one():
 
     assert chosen(prefer="").algorithm == chosen().algorithm == "hopper"
     assert chosen(prefer="q_outer").algorithm == "q_outer"
-    for problem, reason in (
-        (DENSE.with_(deterministic=True, bias="hqk"), "only without biases and masks"),
-        (DENSE.with_(dim_qk=100), "multiples of 16 bytes"),
-    ):
-        assert chosen(problem).algorithm == chosen(problem, "").algorithm == "q_outer"
-        assert reason in dict(chosen(problem).refusals)["hopper"]
-        assert "hopper has no backward here" in chosen(problem).reason
+    problem = DENSE.with_(dim_qk=100)
+    assert chosen(problem).algorithm == chosen(problem, "").algorithm == "q_outer"
+    assert "multiples of 16 bytes" in dict(chosen(problem).refusals)["hopper"]
+    assert "hopper has no backward here" in chosen(problem).reason
     assert chosen(aligned=False).algorithm == "q_outer"
     for problem, tile in (
         (DENSE.with_(deterministic=True), "64x128 s2 backward g32 p4 ordered"),
         (DENSE.with_(deterministic=True, dim_qk=96, softcap=30.0), "64x128 s2 backward g32 p4 ordered"),
         (DENSE.with_(deterministic=True, dim_qk=64, dim_v=64, alibi="head"), "128x128 s2 backward g16 p4 ordered"),
+        (DENSE.with_(deterministic=True, bias="hqk"), "64x128 s2 backward g32 p4 ordered"),
     ):
         found = chosen(problem, "")
         assert [str(each) for each in found.tiles] == [tile]

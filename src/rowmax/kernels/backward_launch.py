@@ -8,7 +8,7 @@ from rowmax.kernels.hopper_forward import GUARDED_FLAGS, TMA_BYTES, _descriptor,
 from rowmax.kernels.launch import Call, _bounded, _cap, _given, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper import given_bytes
-from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, given_stages, misfit, padded_dims
+from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, given_stages, misfit, padded_dims, slots
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -66,26 +66,27 @@ def hopper_backward_calls(
     build = Build(
         *(problem.packed, problem.group // tile.parts, tile.parts, problem.dim_qk, problem.dim_v),
         *(tile.block_m, block_d, block_dv, tile.stages, tile.block_n // KEYS, *tile.registers()),
-        *(alibi_of(problem), problem.alibi == "batch", tile.ordered, problem.softcap > 0),
+        *(alibi_of(problem), problem.alibi == "batch", tile.ordered, slots(problem, tile)),
+        *(problem.dropout > 0, problem.softcap > 0),
         *_given_build(problem, operands, tile),
     )
+    pairs = _given(problem, operands)
     numbers = (
-        *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, problem.heads_k, tiles),
+        *(problem.scale * LOG2E, _cap(problem), pairs[5], _bounded(problem), problem.batch, problem.heads_k, tiles),
         *(_heads_together(problem, tile), problem.len_q, problem.len_k, build),
     )
     pointers = (dk, dv) if problem.packed and tile.parts == 1 else parts
     counters = suspect[counts_at:] if tile.ordered else None
     tensors = (*sources, *pointers, suspect, counters, cu_seqlens_q, cu_seqlens_k, operands.slopes)
-    tensors = (*tensors, given_descriptor(problem, operands, tile.block_m, KEYS))
+    tensors = (*tensors, given_descriptor(problem, operands, tile.block_m, KEYS), pairs[2])
     backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k * tile.parts), tensors, numbers, tile)
 
     row_tiles, programs = _row_programs(problem)
     flags_each = GUARDED_FLAGS if tile.parts == 1 else 1
     tensors = (q, k, v, grad_out, sums, *parts, dq, dk, dv, lse_log2, delta, suspect, cu_seqlens_q, cu_seqlens_k)
-    pairs = _given(problem, operands)
-    tensors = (*tensors, operands.slopes, *pairs[:2])
+    tensors = (*tensors, operands.slopes, *pairs[:3])
     numbers = (
-        *(*pairs[3:5], _cap(problem)),
+        *(*pairs[3:], _cap(problem)),
         *(_strides(t) for t in (q, k, v, grad_out, dq, dk, dv)),
         *(problem.scale, _bounded(problem), problem.batch, problem.heads_q, row_tiles, key_tiles, programs, flags),
         *(problem.len_q, problem.len_k, line_length, problem.group, problem.dim_qk, problem.dim_v),

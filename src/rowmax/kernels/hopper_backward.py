@@ -36,7 +36,7 @@ def run(
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     device = operands.q.device
-    given = (*operands[:6], operands.bias, operands.mask, out, lse, grad_out, grad_lse, dq, dk, dv)
+    given = (*operands[:6], operands.bias, operands.mask, operands.seed, out, lse, grad_out, grad_lse, dq, dk, dv)
     numbers = [*map(id, given)]  # a tensor given twice, as `cu_seqlens` of both sides, may be two the next time
     key = (problem, tile, device.index, *map(form, given), *map(numbers.index, numbers))
     kept = _kept.get(key)

@@ -147,8 +147,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"needs compute capability 9.0; {device.name} has {device.capability[0]}.{device.capability[1]}"
     if problem.score_mod:
         return "computes soft-caps, ALiBi, sink logits, a bias, a mask and dropout, but no score_mod"
-    if problem.dropout and (problem.pairs or direction == "backward"):
-        return "its backward computes no dropout" if direction == "backward" else "computes no dropout beside a bias or a mask"
+    if problem.dropout and problem.pairs and direction == "forward":
+        return "computes no dropout beside a bias or a mask"
     if problem.drop_below > MOST_DROPPED:
         return f"compares draws of dropout as fp16, up to {MOST_DROPPED / 2**15}; {problem.dropout:g} is more"
     if problem.pairs and (reason := _refuses_pairs(problem)):
@@ -168,6 +168,8 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return None
     if problem.softcap and (problem.alibi or problem.pairs):
         return "its backward computes a soft-cap without ALiBi, biases and masks only"
+    if problem.dropout and backward_of(problem) is hopper_wide:
+        return f"its backward computes dropout up to {hopper_backward.LARGEST} dimensions only"
     return backward_of(problem).refuses(problem)
 
 

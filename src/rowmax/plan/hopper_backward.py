@@ -12,12 +12,10 @@ from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 KEYS = 64  # of a consumer
-SLOTS = 2  # turns whose dQ are in shared memory, where they are added up in order
 SHARED_BYTES = 232_448  # that a block may take
 BARRIERS = 896  # bytes, of these and of a few numbers, and more than are needed
 LARGEST = 128  # head dimension: dK and dV of 64 keys stay in the registers of a consumer
 _EVEN, _UNEVEN = 0.9, 1.75  # blocks for each SM below which the query heads of a KV head get blocks of their own
-_NO_PAIRS = "adds up dQ in a fixed order, as the call is deterministic, only without biases and masks, whose tiles have no room"
 MARK = "backward"  # tells its tiles from those of the forward
 _SPELLING = re.compile(
     rf"([0-9]{{1,4}})x([0-9]{{1,4}})(?: +s([0-9]{{1,2}}))? +{MARK}(?: +g([0-9]{{1,4}}))?(?: +p([0-9]{{1,4}}))?( +ordered)?"
@@ -114,22 +112,29 @@ def given_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
     return max(rows * tile.block_n * ((4 if wide else 2) if problem.bias else 1), tile.block_n // KEYS * 128)
 
 
+def slots(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Turns whose dQ are in shared memory: where they are added up in order, two, if there is room."""
+    return 2 if tile.ordered and _shared_bytes(problem, tile, 2) + given_bytes(problem, tile) <= SHARED_BYTES else 1
+
+
 def given_stages(problem: Problem, tile: HopperBackwardTile) -> int:
     """Tiles of a bias or a mask in flight: two where there is room."""
-    return 2 if _shared_bytes(problem, tile) + 2 * given_bytes(problem, tile) <= SHARED_BYTES else 1
+    needs = _shared_bytes(problem, tile, slots(problem, tile)) + 2 * given_bytes(problem, tile)
+    return 2 if needs <= SHARED_BYTES else 1
 
 
 def shared_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
     """Shared memory of a block, of which barriers and a few numbers take what `BARRIERS` covers."""
-    return _shared_bytes(problem, tile) + given_stages(problem, tile) * given_bytes(problem, tile)
+    given = given_stages(problem, tile) * given_bytes(problem, tile)
+    return _shared_bytes(problem, tile, slots(problem, tile)) + given
 
 
-def _shared_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
+def _shared_bytes(problem: Problem, tile: HopperBackwardTile, slots: int) -> int:
     """Without what is given for pairs."""
     block_d, block_dv = padded_dims(problem)
     slopes = 4 * (problem.group // tile.parts) if problem.alibi else 0
     rows = tile.stages * tile.block_m
-    sums = tile.block_n // KEYS * 64 * 64 * 4 * (SLOTS if tile.ordered else 1)
+    sums = tile.block_n // KEYS * 64 * 64 * 4 * slots
     shares = 2 * tile.block_n * tile.block_m * 2
     return 2 * (rows + tile.block_n) * (block_d + block_dv) + 8 * rows + sums + shares + slopes + BARRIERS
 
@@ -146,8 +151,6 @@ def misfit(problem: Problem, tile: HopperBackwardTile) -> Optional[str]:
         return f"a group of {problem.group} query heads does not divide into {tile.parts} parts"
     if problem.deterministic and not tile.ordered:
         return "adds up dQ in no fixed order, and the call is deterministic: a tile for it ends with 'ordered'"
-    if tile.ordered and problem.pairs:
-        return _NO_PAIRS
     needs = shared_bytes(problem, tile)
     return f"needs {needs:,} bytes of shared memory; a block may take {SHARED_BYTES:,}" if needs > SHARED_BYTES else None
 
@@ -181,9 +184,12 @@ def tiles(problem: Problem, device: Device) -> tuple[HopperBackwardTile, str]:
     while blocks * parts < least and parts < problem.group:
         parts = next(more for more in range(parts + 1, problem.group + 1) if problem.group % more == 0)
     why = f"d{size} at 16k tokens on an H200: {reached} TFLOP/s full / causal"
+    if problem.dropout:
+        why += ", without dropout"
     if problem.deterministic:
         group_mb, share = _IN_ORDER[size]
         if problem.band == Band(None, 0):
             tile = replace(tile, group_mb=group_mb)
-        why += f"; dQ is added up in a fixed order, as the call is deterministic: {share}"
+        why += "; dQ is added up in a fixed order, as the call is deterministic"
+        why += f": {share}" if problem.plain else ", which was timed for plain scores alone"
     return replace(tile, parts=parts, ordered=problem.deterministic), why

@@ -21,7 +21,8 @@ Who waits for whom:
   flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each product
   is issued where those of an earlier one have become free.
 
-Scores are bent, biased and hidden in `backward_scores.py`; a sink needs nothing here, as it is in the LSE.
+Scores are bent, biased and hidden in `backward_scores.py`; a sink needs nothing here, as it is in the LSE. Where weights are
+dropped, Z (`backward_dropout.py`) says which are kept, dV = (Z P) dO / (1 - p) and dS = P (Z dP / (1 - p) - delta).
 
 What was tried and was slower stands in `docs/lessons/hopper-backward.md`.
 
@@ -36,6 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from rowmax.kernels.address import line_begin
+from rowmax.kernels.gluon.backward_dropout import drop_weights, seed_of
 from rowmax.kernels.gluon.backward_scores import fetch_given, open_given, weights_of
 from rowmax.kernels.gluon.backward_walk import (
     BATCH,
@@ -56,7 +58,7 @@ from rowmax.kernels.gluon.backward_walk import (
     place_of,
     ranges_of,
 )
-from rowmax.kernels.gluon.dq_order import SIDE, SLOTS, _adder, draw_number, lay_down, open_slots_of_sums
+from rowmax.kernels.gluon.dq_order import SIDE, _adder, draw_number, lay_down, open_slots_of_sums
 from rowmax.kernels.gluon.layouts import (
     column_layout,
     line_layout,
@@ -70,6 +72,7 @@ from rowmax.kernels.gluon.layouts import (
     weight_layout,
 )
 from rowmax.kernels.gluon.names import as_bits, store_wait, tma_add, tma_store
+from rowmax.kernels.gluon.philox import kept
 from rowmax.kernels.gluon.ring import (
     buffer_of,
     fill,
@@ -98,6 +101,8 @@ class Build:
         CONSUMERS: of 64 keys each.
         ALIBI, PER_SEQUENCE, CAP: as in the forward; GIVEN and what begins so, too: rows are BLOCK_M or 1.
         ORDERED: dQ is added up in a fixed order: `dq_order.py`.
+        SLOTS: turns whose dQ are in shared memory.
+        DROPS: weights are dropped: `backward_dropout.py`.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
 
@@ -116,6 +121,8 @@ class Build:
     ALIBI: str
     PER_SEQUENCE: bool
     ORDERED: bool
+    SLOTS: int
+    DROPS: bool
     CAP: bool
     GIVEN: str
     GIVEN_ROWS: int
@@ -221,7 +228,8 @@ def _add(dq, dq_buffer, line, row, dq_source, PART: gl.constexpr, BUILD: gl.cons
 
 @gluon.jit
 def _consumer(
-    line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    line, ranges, notes, band, scale_log2, drop, out, given, sources, buffers, rings, CONSUMER: gl.constexpr,
+    BUILD: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys."""
     _q, _do, _k, _v, _lse, _delta, dq_source, dk_source, dv_source = sources
@@ -230,8 +238,10 @@ def _consumer(
     turns, first_row, _full, _full_end = ranges
     dtype: gl.constexpr = q_buffers.dtype
     COLUMN: gl.constexpr = column_layout(score_layout(BUILD.BLOCK_M))
+    LATE: gl.constexpr = BUILD.DROPS and BUILD.BLOCK_M > SIDE  # draws take registers that dP of 128 queries would have
     dk = gl.zeros([KEYS, BUILD.BLOCK_D], gl.float32, out_layout(BUILD.BLOCK_D))
     dv = gl.zeros([KEYS, BUILD.BLOCK_DV], gl.float32, out_layout(BUILD.BLOCK_DV))
+    drop = seed_of(drop, BUILD)
     wanted = turns > 0
     for c in gl.static_range(BUILD.CONSUMERS):
         wait_full(k_ring, c, BUILD.CONSUMERS, wanted)
@@ -247,12 +257,19 @@ def _consumer(
         q = q_buffers.index(i).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D])
         do = do_buffers.index(i).reshape([BUILD.BLOCK_M, BUILD.BLOCK_DV])
         wait_full(do_ring, turn, BUILD.STAGES)
-        dp = _scores(v, do, BUILD)
+        if not LATE:
+            dp = _scores(v, do, BUILD)
         lse = lse_buffers.index(i).reshape([BUILD.BLOCK_M])
         weights, p = weights_of(s, lse, given, row, turn, ranges, notes, band, scale_log2, dtype, CONSUMER, BUILD)
+        if BUILD.DROPS:
+            weights = drop_weights(weights, drop, row, turn, notes, CONSUMER, BUILD)
+        if LATE:
+            dp = _scores(v, do, BUILD)
         dv = warpgroup_mma(gl.convert_layout(weights, weight_layout(BUILD.BLOCK_DV)), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = delta_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
+        if BUILD.DROPS:
+            dp = kept(dp, weights) * drop[3]
         ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(BUILD.BLOCK_D)), q, dk, is_async=True)
         before = turn + 3  # the turn before, two rounds later: not negative, and none is awaited in the first turn
@@ -288,6 +305,8 @@ def _consumer(
     col = _note(notes, COL) + CONSUMER * KEYS
     _mark(dk, col, len_k, suspect_ptr + _note(notes, FLAG) + CONSUMER)
     dk *= scale_log2 * 0.6931471805599453
+    if BUILD.DROPS:
+        dv *= drop[3]
     if BUILD.PARTS > 1:
         first = (b * heads + head).to(gl.int64) * _note(notes, TOTAL_K) + begin_k + col
         _store_rows(dk_ptr, dk, first, 1, col, len_k, BUILD.DIM)
@@ -353,8 +372,10 @@ def backward_kernel(
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     given_source,  # descriptor of a bias or of a mask in bytes, [B|1, H|1, Q|1, K]; None: there is neither
+    seed_ptr,  # int64 [1]; None: no dropout
     scale_log2,
     cap,  # as `tile_ops.bend` takes it
+    odds,  # of dropout: (p 2^15, 1 / (1 - p))
     band, batch, heads, tiles, members, len_q, len_k,
     BUILD: gl.constexpr,
 ):  # fmt: skip
@@ -367,7 +388,7 @@ def backward_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [BUILD.CONSUMERS, 1, KEYS, 1, BUILD.BLOCK_DV], v_source.layout)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
     delta_buffers = gl.allocate_shared_memory(gl.float32, [BUILD.STAGES, 1, BLOCK_M], line_layout())
-    SUMS: gl.constexpr = BUILD.CONSUMERS * (SLOTS if BUILD.ORDERED else 1)
+    SUMS: gl.constexpr = BUILD.CONSUMERS * BUILD.SLOTS
     dq_buffers = gl.allocate_shared_memory(gl.float32, [SUMS, 1, SIDE, SIDE], sum_layout())
     shares = gl.allocate_shared_memory(dtype, [SHARES * BUILD.CONSUMERS, KEYS, BLOCK_M], share_layout(BLOCK_M, dtype))
     q_ring = open_ring(BUILD.STAGES, BUILD.CONSUMERS)
@@ -380,7 +401,7 @@ def backward_kernel(
     sum_ring = share_ring
     number = gl.program_id(0)
     if BUILD.ORDERED:
-        sum_ring = open_slots_of_sums()
+        sum_ring = open_slots_of_sums(BUILD)
         number = draw_number(counts_ptr)
     # None inside a tuple does not reach the warps: what is not used is some pointer instead.
     if not BUILD.PACKED and BUILD.PARTS == 1:
@@ -427,6 +448,10 @@ def backward_kernel(
         notes.index(SHIFT).store(zero + line_begin(begin_q, sequence) - begin_q)
     else:
         notes.index(SHIFT).store(zero)
+    if BUILD.DROPS:
+        drop = (seed_ptr, odds, b + sequence)
+    else:
+        drop = (suspect_ptr, scale_log2, scale_log2)
     out = (dk_ptr, dv_ptr, suspect_ptr, heads)
     sources = (q_source, do_source, k_source, v_source, lse_source, delta_source, dq_source, dk_source, dv_source)
     buffers = (q_buffers, do_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, dq_buffers, shares)
@@ -440,15 +465,15 @@ def backward_kernel(
         sums = (share_ring, sum_ring)
         FEW: gl.constexpr = BUILD.PRODUCER_REGISTERS
         gl.warp_specialize([
-            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 0, BUILD)),
-            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 1, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, drop, out, given, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, drop, out, given, sources, buffers, rings, 1, BUILD)),
             (_producer, (line, ranges, notes, given, sources, buffers, rings, BUILD)),
             (_adder, (line, ranges, notes, band, order, dq_source, dq_buffers, sums, 0, BUILD)),
             (_adder, (line, ranges, notes, band, order, dq_source, dq_buffers, sums, 1, BUILD)),
         ], [4, 1, 1, 1], [BUILD.REGISTERS, FEW, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 0, BUILD)),
-            (_consumer, (line, ranges, notes, band, scale_log2, out, given, sources, buffers, rings, 1, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, drop, out, given, sources, buffers, rings, 0, BUILD)),
+            (_consumer, (line, ranges, notes, band, scale_log2, drop, out, given, sources, buffers, rings, 1, BUILD)),
             (_producer, (line, ranges, notes, given, sources, buffers, rings, BUILD)),
         ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from rowmax.kernels.address import find_sequence, head_base, line_begin, load_tile, locate, slopes_base, store_tile
 from rowmax.kernels.tile_ops import GUARD, any_of
 from rowmax.kernels.triton.backward import LOG2E, _store_guarded_dq, _walk_queries
+from rowmax.kernels.triton.dropout import dropping
 from rowmax.kernels.triton.given import pair_base
 
 
@@ -71,7 +72,9 @@ def finish_kernel(
     cu_seqlens_q, cu_seqlens_k,  # [batch + 1]; None: dense
     slopes_ptr,  # fp32 [H] or [B, H]; None: no ALiBi
     bias_ptr, mask_ptr,  # [B, H, len_q, len_k]; None: none
+    seed_ptr,  # int64 [1]; None: no dropout
     bias_strides, mask_strides,  # (batch, head, query, key)
+    odds,  # of dropout: (p 2^15, 1 / (1 - p))
     cap,  # as `tile_ops.bend` takes it
     q_strides, k_strides, v_strides, do_strides, dq_strides, dk_strides, dv_strides,  # (batch, row, head)
     scale, band, batch, heads, tiles, key_tiles, programs, flags, len_q, len_k, line_length,
@@ -103,7 +106,8 @@ def finish_kernel(
                     cap, None if slopes_ptr is None else tl.load(slopes + head) * LOG2E,
                     None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, head), bias_strides,
                     None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, head), mask_strides,
-                    None, None, DIM, DIM_V, BLOCK_D, BLOCK_DV,
+                    None if seed_ptr is None else dropping(seed_ptr, odds, pid, cu_seqlens_q, batch, heads, tiles, ROWS),
+                    head, DIM, DIM_V, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
     else:
         first = (pid - programs) * FLAGS
@@ -123,7 +127,7 @@ def finish_kernel(
                         slopes_ptr, PER_SEQUENCE,
                         q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads,
                         key_tiles, len_q, len_k, line_length, GROUP, DIM, DIM_V, BLOCK_D, BLOCK_DV, KEYS,
-                        bias_ptr, mask_ptr, bias_strides, mask_strides, cap,
+                        bias_ptr, mask_ptr, bias_strides, mask_strides, cap, seed_ptr, odds,
                     )  # fmt: skip
 
 
@@ -163,7 +167,7 @@ def _store_guarded_keys(
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, band, batch, heads, key_tiles, len_q, len_k,
     line_length,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    KEYS: tl.constexpr, bias_ptr=None, mask_ptr=None, bias_strides=None, mask_strides=None, cap=None,
+    KEYS: tl.constexpr, bias_ptr=None, mask_ptr=None, bias_strides=None, mask_strides=None, cap=None, seed_ptr=None, odds=None,
 ):  # fmt: skip
     """dK and dV of the keys of one mark, with `guarded_dot`."""
     col, kv_head, b, begin_k, own_k, begin_q, own_q = _keys_of(
@@ -177,13 +181,17 @@ def _store_guarded_keys(
     v_base = head_base(v_ptr, v_strides, b, begin_k, kv_head)
     q_base = head_base(q_ptr, q_strides, b, begin_q, first_head)
     do_base = head_base(do_ptr, do_strides, b, begin_q, first_head)
+    pid = number - number % key_tiles + (key_tiles - 1 - number % key_tiles)
     if slopes_ptr is None:
         slopes = None
     else:
-        pid = number - number % key_tiles + (key_tiles - 1 - number % key_tiles)
         slopes = first_head + slopes_base(
             slopes_ptr, pid, cu_seqlens_k, batch, heads // GROUP, key_tiles, heads, KEYS, PER_SEQUENCE
         )
+    if seed_ptr is None:
+        drop = None
+    else:
+        drop = dropping(seed_ptr, odds, pid, cu_seqlens_k, batch, heads // GROUP, key_tiles, KEYS)
     zero = own_q * 0
     for piece in range(col, tl.minimum(col + KEYS, own_k), GUARD):
         dk, dv, _ = _walk_queries(
@@ -193,7 +201,7 @@ def _store_guarded_keys(
             q_base, do_base, lse_ptr + own, delta_ptr + own, q_strides, do_strides, (zero, zero, zero, own_q), piece,
             line_length, own_q, own_k, own_k - own_q, band, scale * LOG2E,
             cap, slopes, None if bias_ptr is None else pair_base(bias_ptr, bias_strides, b, first_head), bias_strides,
-            None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head), mask_strides, None, None,
+            None if mask_ptr is None else pair_base(mask_ptr, mask_strides, b, first_head), mask_strides, drop, first_head,
             GROUP, DIM, DIM_V, GUARD, GUARD, BLOCK_D, BLOCK_DV,
             True, True, True, True, 1,
         )  # fmt: skip

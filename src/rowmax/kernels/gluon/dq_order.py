@@ -14,8 +14,9 @@ key tile walks over rise with the key tile. That all of them exist is known of s
 
 Nobody waits for long. All blocks of a head walk from its last query tile to the first, and in the order in which they start, so
 that a block comes to a query tile when the one before it has left. Consumers do not wait themselves: they lay dQ into one of
-SLOTS buffers, which two warps empty in turn; one waits for a counter or for a sum to arrive while the other does so for the
+two buffers, which two warps empty in turn; one waits for a counter or for a sum to arrive while the other does so for the
 next turn. That dQ has been laid down they learn from the ring of dS: a consumer gives dS of a turn after dQ of the one before.
+Beside a bias or a mask there is room for one buffer alone. Then consumers wait until dQ of the turn before is on its way.
 
 What orders the sums: `cp.async.bulk.wait_group` (not `.read`) returns when a sum has been performed in memory, and completion
 includes a fence from TMA's accesses to ordinary ones; the counter is then raised with release and read with acquire, which a
@@ -33,7 +34,7 @@ from rowmax.kernels.gluon.ring import buffer_of, open_ring, release, wait_empty,
 from rowmax.kernels.tile_ops import clamp, first_key
 
 SIDE = gl.constexpr(64)  # rows and columns of dQ that are added at once
-SLOTS = gl.constexpr(2)  # turns whose dQ are in shared memory, and warps that add them
+ADDERS = gl.constexpr(2)  # warps that add dQ, each of every ADDERS-th turn; as many turns' dS are in shared memory
 AT_ONCE = gl.constexpr(32)  # sequences that a warp looks at together
 
 
@@ -44,16 +45,16 @@ def draw_number(counts_ptr):
 
 
 @gluon.jit
-def open_slots_of_sums():
+def open_slots_of_sums(BUILD: gl.constexpr):
     """The ring of dQ in shared memory; only "empty" is used, see above."""
-    return open_ring(SLOTS, 1)
+    return open_ring(BUILD.SLOTS, 1)
 
 
 @gluon.jit
 def lay_down(dq, dq_buffers, sum_ring, turn, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
     """A consumer's part of dQ of the turn before. What was written to shared memory before is fenced as well."""
-    wait_empty(sum_ring, turn, SLOTS)
-    dq_buffers.index(buffer_of(turn, SLOTS) * BUILD.CONSUMERS + CONSUMER).reshape([SIDE, SIDE]).store(dq)
+    wait_empty(sum_ring, turn, BUILD.SLOTS)
+    dq_buffers.index(buffer_of(turn, BUILD.SLOTS) * BUILD.CONSUMERS + CONSUMER).reshape([SIDE, SIDE]).store(dq)
     fence_async_shared()
 
 
@@ -81,7 +82,7 @@ def _turn_of(row, notes, band, BUILD: gl.constexpr):
 
 @gluon.jit
 def _adder(line, ranges, notes, band, order, dq_source, dq_buffers, rings, WRITER: gl.constexpr, BUILD: gl.constexpr):
-    """One of SLOTS warps: adds every SLOTS-th dQ to memory.
+    """One of ADDERS warps: adds every ADDERS-th dQ to memory.
 
     `order`: counters, where those of this sequence begin in a line, and how many a line has; packed, also cu_seqlens of keys,
     how many sequences there are, and rows of K.
@@ -95,19 +96,19 @@ def _adder(line, ranges, notes, band, order, dq_source, dq_buffers, rings, WRITE
         if turns > 0:
             waits = _one_behind_the_other(cu_seqlens_k, batch, total_k)
     counts_ptr += first_count
-    for use in range(WRITER, gl.where(turns > 0, turns + 1, 0), SLOTS):
-        wait_full(share_ring, use, SLOTS)
+    for use in range(WRITER, gl.where(turns > 0, turns + 1, 0), ADDERS):
+        wait_full(share_ring, use, ADDERS)
         if use == 0:  # there is no turn before
-            release(sum_ring, use, SLOTS)
+            release(sum_ring, use, BUILD.SLOTS)
         else:
             row, own_line = place_of(use - 1, line, ranges, BUILD)
             own_row = row - _note(notes, BEGIN_Q)
             count_ptr = counts_ptr + (own_line.to(gl.int64) * line_counts + own_row // BUILD.BLOCK_M)
             wait_count(count_ptr, waits * _turn_of(own_row, notes, band, BUILD))
             for part in gl.static_range(BUILD.CONSUMERS):
-                buffer = dq_buffers.index(WRITER * BUILD.CONSUMERS + part)
+                buffer = dq_buffers.index(WRITER % BUILD.SLOTS * BUILD.CONSUMERS + part)
                 tma_add(dq_source, [own_line, row + part // ACROSS * SIDE, part % ACROSS * SIDE], buffer)
             store_wait(0)
-            release(sum_ring, use, SLOTS)
+            release(sum_ring, use, BUILD.SLOTS)
             wait_sums()
             count_up(count_ptr)

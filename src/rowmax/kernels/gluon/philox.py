@@ -140,7 +140,7 @@ def _code_across(pairs: "list[str]", key, row, head, sequence, low, high, least)
         for s in together:
             code += [f"add.u32 x, first, {8 * (m + s)};", *_of_a_row(s, sequence)]
         code += _words([(s, 0, s) for s in together])
-        for k, (one, two) in enumerate(("ab", "cd")):  # of a key
+        for k, (one, two) in enumerate((("a", "b"), ("c", "d"))):  # of a key
             for s in together:
                 code += [
                     f"prmt.b32 x, {one}{s}, {two}{s}, sent;",
