@@ -265,7 +265,7 @@ def may_refuse(case: Case, backend: str) -> bool:
     plain = case.problem.plain and case.problem.windowed
     if backend == "hopper":  # 16 bits; `tests/kernels/test_gluon_plan.py`, `_scores.py` and `_given.py` pin what it takes
         return (
-            bool(case.problem.score_mod or not case.problem.windowed)
+            bool(case.problem.score_mod)
             or (case.problem.dropout > 0 and case.problem.pairs)
             or _pairs_elsewhere(case.problem)
             or case.problem.softcap > 1000

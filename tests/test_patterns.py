@@ -193,10 +193,13 @@ def test_errors_say_what_is_wrong(options, said):
 def test_who_runs_them_and_who_refuses(words):
     problem, device = Problem.parse(f"b2 h8/2 q2048 k2048 d128 bf16 {words}"), Device.named("H200")
     for direction in ("forward", "backward"):
-        chosen = plan(problem, device, direction=direction)
-        assert chosen.algorithm == "q_outer"
-        assert dict(chosen.refusals)["hopper"] == WINDOWS_ONLY
-    for name in ("hopper", "split_kv", "kv_outer", "dense", "warp_split"):
+        assert plan(problem, device, direction=direction).algorithm == "hopper"
+        assert plan(problem, Device.named("A100"), direction=direction).algorithm == "q_outer"
+    early = "sink_tokens" in words
+    for dim, tile in ((128, "64x128 s2 backward"), (256, "128x64 s2 wide")):  # first keys of all heads begin at once
+        found = plan(problem.with_(dim_qk=dim, dim_v=dim), device, direction="backward").tiles
+        assert [str(each).removesuffix(" p4") for each in found] == [f"{tile} g{1024 if early else 16}"]
+    for name in ("split_kv", "kv_outer", "dense", "warp_split"):
         with pytest.raises(Unsupported, match=WINDOWS_ONLY):
             plan(problem, device, prefer=name)
     for name in ("H200", "cpu"):

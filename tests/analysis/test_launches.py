@@ -32,6 +32,19 @@ def test_turns_are_those_of_the_loops(mask, lengths):
     assert all(masked <= each for _, each, masked in tasks)
 
 
+@pytest.mark.parametrize(
+    "mask", ["causal prefix=150", "window(30,7) sink_tokens=70", "causal chunk=90", "chunk=90 sink_tokens=3"]
+)
+@pytest.mark.parametrize("lengths", [(300, 300), (130, 400), (400, 130)])
+def test_turns_of_hopper_are_tiles_with_something_to_see(mask, lengths):
+    """What rows that see nothing take, one turn in which all is hidden, is not counted."""
+    problem = Problem.parse(f"b1 h2 q{lengths[0]} k{lengths[1]} d64 bf16 {mask}")
+    main, _ = launches(problem, H200, RATES, Plan.parse("hopper[128x32 s2 q1 static]"))
+    seen = visible(*lengths, *problem.band)
+    rows = [seen[row : row + 128].any(0) for row in range(0, lengths[0], 128)]
+    assert main.turns == 2 * sum(bool(row[col : col + 32].any()) for row in rows for col in range(0, lengths[1], 32))
+
+
 @pytest.mark.parametrize("schedule", ["static", "dynamic g1"])
 def test_row_tiles_of_hopper_come_in_the_order_of_the_kernel(schedule):
     """`locate`: heads in groups, here of one or of four times two; the last tile of every head of a group first."""

@@ -76,7 +76,10 @@ def test_backward_rows_that_were_measured_later():
     assert all(abs(error) <= 0.25 for error in errors.values())
 
 
-@pytest.mark.parametrize("mask", ["", "causal", "window(40,7)", "window(0,0)"])
+@pytest.mark.parametrize(
+    "mask",
+    [*["", "causal", "window(40,7)", "window(0,0)"], "causal prefix=150", "window(30,7) sink_tokens=70", "causal chunk=90"],
+)
 @pytest.mark.parametrize("lengths", [(300, 300), (130, 400), (400, 130), (1, 100)])
 def test_turns_of_key_tiles_are_tiles_with_something_to_see(mask, lengths):
     band = Problem.parse(f"b1 h1 q{lengths[0]} k{lengths[1]} d64 bf16 {mask}").band

@@ -41,14 +41,14 @@ FREE_FIRST_K = "        release(k_ring, turn, BUILD.STAGES)\n"
 FREE_K, FREE_V = "        " + FREE_FIRST_K, "                release(v_ring, turn - 1, BUILD.STAGES)\n"
 FREE_LAST_V = "                release(v_ring, v_turn, BUILD.STAGES)\n"
 FIRST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
-LOOP, ELSE = "turn, turn - 1, buffers, rings, CONSUMER, BUILD\n                )\n", "            else:\n"
+LOOP, ELSE = "turn, turn - 1, band, buffers, rings, CONSUMER, BUILD\n                )\n", "            else:\n"
 LOOP += '                if BUILD.STEADY and (not BUILD.CAP or BUILD.ALIBI != ""):  # capped scores are bounded\n'
 LOOP += "                    m, l, alpha = settle(m, l)\n"
 WAIT_S = "                s = warpgroup_mma_wait(1, deps=[s])\n"
 BOTH = "                s, acc = warpgroup_mma_wait(0, deps=[s, acc])\n"
 ACC = "                acc = warpgroup_mma_wait(0, deps=[acc])\n"
 CLOSE = "                inverse, far = _close(old_m, old_l,"
-LAST_PRODUCTS = "(slots, round, 0), round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)\n"
+LAST_PRODUCTS = "(slots, round, 0), round + 1, turn, v_turn, band, buffers, rings, CONSUMER, BUILD\n"
 SKIP_TURN = """            if BUILD.PINGPONG:
                 take_turn(CONSUMER)
                 give_turn(CONSUMER, BUILD.CONSUMERS)
@@ -56,7 +56,7 @@ SKIP_TURN = """            if BUILD.PINGPONG:
 SKIP_K = "            wait_full(k_ring, turn + i, BUILD.STAGES)\n", "            release(k_ring, turn + i, BUILD.STAGES)\n"
 SKIP_V = "            wait_full(v_ring, turn + i, BUILD.STAGES)\n", "            release(v_ring, turn + i, BUILD.STAGES)\n"
 TO_FILL, TO_PUBLISH = "phase_of(turn, STAGES) ^ 1)\n    if SECOND", "phase_of(turn, STAGES) ^ 1)\n    zero"
-NUMBERS = "turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k"
+NUMBERS = "turns, row, head, b, flag, start, full, full_end, begin_q, len_q, begin_k, len_k"
 EDGES = "(key_tile < first) | (key_tile >= end)"
 AT_NEXT = "old_l = l\n                p, m, l, alpha = _softmax(\n                    s, m, l, alpha, slots, round + 1, left,"
 VISIBLE = "seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own"
@@ -87,7 +87,7 @@ MUTANTS = {
     "the second part from the start": (only("[b, row, head, SECOND]", "[b, row, head, 0]"), SPLIT, STATIC),
     "bytes of the first part alone": (only(".nbytes + second_source.block_type.nbytes", ".nbytes"), SPLIT, STATIC),
     "Q of one consumer for all": (only("first + c * ROWS, head, round", "first, head, round"), CAUSAL, STATIC),
-    "key tiles from the first on": (only("first + (turns - 1 - j) * BUILD", "first + j * BUILD"), CAUSAL, STATIC),
+    "key tiles from the first on": (only("key_tile_start(turns - 1 - j, start", "key_tile_start(j, start"), CAUSAL, STATIC),
     # Q
     "no wait for the first Q": (only(FIRST_Q), CAUSAL, STATIC),
     "no wait for the next Q": (only(NEXT_Q), CAUSAL, STATIC),
@@ -216,7 +216,7 @@ MUTANTS = {
         DYNAMIC,
     ),
     "head and batch exchanged": (only(NUMBERS, NUMBERS.replace("head, b", "b, head")), BATCHES, STATIC),
-    "edges from 0 on": (only(NUMBERS, NUMBERS.replace("(full_end - start)", "full_end")), WIDE, STATIC),
+    "edges from 0 on": (only("early + (full_end - start) //", "early + full_end //"), WIDE, STATIC),
     "start not told": (only(NUMBERS, NUMBERS.replace("start, full,", "start * 0, full,")), WIDE, STATIC),
     "queries and keys exchanged": (
         only(NUMBERS, NUMBERS.replace("begin_q, len_q, begin_k, len_k", "begin_k, len_k, begin_q, len_q")),
@@ -228,10 +228,10 @@ MUTANTS = {
         UNEVEN,
         QUEUE,
     ),
-    "K of another sequence": (only("told(slots, round, SLOTS, BEGIN_K) + "), PACKED, QUEUE),
+    "K of another sequence": (only("col = begin + key_tile_start", "col = key_tile_start"), PACKED, QUEUE),
     "Q of another sequence": (only("told(slots, round, SLOTS, BEGIN_Q) + "), PACKED, QUEUE),
-    "K from the first key on": (only("SLOTS, BEGIN_K) + told(slots, round, SLOTS, START)", "SLOTS, BEGIN_K)"), WIDE, STATIC),
-    "columns from 0 on": (only("col = told(slots, round, SLOTS, START) + key_tile", "col = key_tile"), WIDE, STATIC),
+    "K from the first key on": (only("turns - 1 - j, start, band", "turns - 1 - j, 0 * start, band"), WIDE, STATIC),
+    "columns from 0 on": (only("col = key_tile_start(key_tile, ", "col = key_tile_start(key_tile, 0 * "), WIDE, STATIC),
     "rows of the first consumer": (
         only("SLOTS, ROW) + CONSUMER * ROWS\n            col", "SLOTS, ROW)\n            col"),
         CAUSAL,
@@ -297,12 +297,12 @@ MUTANTS = {
     "one key too few": (only(VISIBLE, VISIBLE.replace("eights <", "eights + 1 <")), CAUSAL, STATIC, "probe"),
     "no end of K": (only(VISIBLE, VISIBLE.replace("gl.minimum(", "gl.maximum(9 + ")), RAGGED, STATIC),
     "window starts one late": (
-        only("eights >= first_key(rows, shift, band) - own", "eights > first_key(rows, shift, band) - own"),
+        only("seen & (eights >= first_key", "seen & (eights > first_key"),
         NARROW,
         STATIC,
     ),
     "window starts one early": (
-        only("eights >= first_key(rows, shift, band) - own", "eights + 1 >= first_key(rows, shift, band) - own"),
+        only("seen & (eights >= first_key", "seen & (eights + 1 >= first_key"),
         NARROW,
         STATIC,
     ),

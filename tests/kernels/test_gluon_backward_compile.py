@@ -31,6 +31,8 @@ BUILDS = {
             ("d64 bf16 causal", "128x128 s2 backward ordered"),
             ("d64 bf16 causal softcap=50.0", ""),
             ("d64 bf16 causal bias(hqk)", ""),
+            ("d64 bf16 packed window(256,9) sink_tokens=4 chunk=300", ""),
+            ("d64 bf16 causal chunk=300", "128x128 s2 backward ordered"),
         ],
     ],
     "64, dropped or in order": [
@@ -45,6 +47,8 @@ BUILDS = {
         *[("d128 bf16 packed", "64x128 s3 backward g8"), ("d128 bf16 causal packed", "64x128 s2 backward p2")],
         *[("d128 bf16 causal alibi", ""), ("d128 bf16 causal packed softcap=9.0", "64x128 s2 backward g64 ordered")],
         *[("d128 bf16 causal softcap=50.0", ""), ("d128 bf16 causal bias(hqk)", ""), ("d96 fp16 window(9,3) mask(bk)", "")],
+        *[("d128 bf16 causal prefix=200", ""), ("d128 bf16 packed window(256,9) sink_tokens=4 chunk=300", "")],
+        ("d128 bf16 window(256,0) sink_tokens=4", "64x128 s2 backward g1024 ordered"),
     ],
     "128, dropped or in order": [
         ("d128 bf16 causal bias(hqk)", "64x128 s2 backward ordered"),

@@ -25,6 +25,7 @@ STRUCTURES = {
     "plain": [
         *["d256 bf16", "d256 bf16 causal", "d256 fp16 window(256,9)", "d256 bf16 causal packed", "d192/128 bf16 causal"],
         *["d136/64 fp16 window(9,inf) packed", "d64/256 bf16", "d256 bf16 causal scale=-0.1"],
+        *["d256 bf16 causal prefix=200", "d256 bf16 packed window(256,0) sink_tokens=4 chunk=300"],
     ],
     "softcap": ["d256 bf16 causal softcap=50.0", "d256 fp16 window(256,9) packed softcap=9.0", "d192/128 bf16 softcap=50.0"],
     "bias": [

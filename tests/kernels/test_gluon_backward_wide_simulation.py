@@ -270,7 +270,7 @@ MUTANTS = {
     "the first consumer's Q": (only("a = rows.index(CONSUMER + ", "a = rows.index(0 + "), LONG, ACROSS),
     # what is hidden: from keys by `backward_scores.py`, whose mutants are in `test_gluon_backward_simulation.py`
     "a key tile too few": (
-        only("gl.maximum(gl.cdiv(seen, BUILD.BLOCK_N), 1)", "gl.maximum(gl.cdiv(seen, BUILD.BLOCK_N) - 1, 1)"),
+        only("gl.maximum(early + gl.cdiv(seen, BUILD.BLOCK_N), 1)", "gl.maximum(early + gl.cdiv(seen, BUILD.BLOCK_N) - 1, 1)"),
         PLAIN,
         ACROSS,
     ),
@@ -323,7 +323,7 @@ MUTANTS = {
         BATCHES,
         ACROSS,
     ),
-    "keys of the sequence before": (only("    col = _note(notes, BEGIN_K) + start\n", "    col = start\n"), PACKED, ACROSS),
+    "keys of the sequence before": (only("    begin = _note(notes, BEGIN_K)\n", "    begin = 0\n"), PACKED, ACROSS),
     "rows of the sequence before": (
         only("    row = _note(notes, BEGIN_Q) + _note(notes, COL)\n", "    row = _note(notes, COL)\n"),
         PACKED,

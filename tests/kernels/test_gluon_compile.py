@@ -33,6 +33,7 @@ BUILDS = {
         ("d64 bf16 causal", "192x128 s3 q2 pingpong steady dynamic g16"),
         ("d64 bf16 causal bias(hqk)", ""),
         ("d64 fp16 packed window(256,9) dropout=0.1", ""),
+        ("d64 fp16 window(256,0) sink_tokens=64", ""),
     ],
     "128": [
         *[("d128 bf16", ""), ("d128 bf16 causal", ""), ("d128 fp16 window(256,9)", ""), ("d128 bf16 causal packed", "")],
@@ -51,6 +52,7 @@ BUILDS = {
         *[("d128 bf16 causal", "128x128 s2 q2 pingpong dynamic g8"), ("d128 fp16 causal", "64x128 s2 q2 lazy static")],
         ("d128 bf16 causal", "128x128 s2 q2 pingpong steady dynamic g8"),
         ("d128 bf16 causal softcap=50.0", "128x128 s2 q2 steady dynamic g8"),
+        *[("d128 bf16 causal prefix=200", ""), ("d128 bf16 packed window(256,9) sink_tokens=4 chunk=300", "")],
     ],
     "256": [
         *[("d256 bf16", ""), ("d256 bf16 causal", ""), ("d256 fp16 window(256,9)", ""), ("d256 bf16 causal packed", "")],
@@ -59,11 +61,13 @@ BUILDS = {
         ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"),
         ("d256 bf16 causal", "128x64 s2 q1 pingpong steady dynamic g32"),
         ("d256 bf16 causal dropout=0.1", ""),
+        ("d256 bf16 packed window(256,0) sink_tokens=4", ""),
     ],
 }
 # Bytes of stack, for numbers of a tile that lie there while its inner loop runs; of all others none.
 STACK = {
     ("d64 fp16 window(256,9)", ""): 32,
+    ("d64 fp16 window(256,0) sink_tokens=64", ""): 16,
     ("d64 bf16 causal packed", ""): 8,
     ("d24/40 bf16 window(9,inf) packed", ""): 8,
     ("d128 bf16 causal softcap=50.0", ""): 16,
@@ -76,6 +80,7 @@ STACK = {
     ("d256 bf16 causal", "128x64 s2 q1 pingpong dynamic g64"): 32,
     ("d256 bf16 causal", "128x64 s2 q1 pingpong steady dynamic g32"): 24,
     ("d256 bf16 causal dropout=0.1", ""): 72,
+    ("d256 bf16 packed window(256,0) sink_tokens=4", ""): 24,
 }
 SPILLS = {"d256 bf16 causal dropout=0.1": 3}  # in the loop of one of two consumers
 MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: twenty times as many when its products wait for each other

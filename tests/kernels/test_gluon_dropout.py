@@ -110,11 +110,15 @@ PLAIN, PACKED = "b2 h4/2 q200 k200 d64 fp16 causal dropout=0.5", "b3 h2 q300 k30
 NARROW = "b1 h2 q200 k200 d64 fp16 window(20,9) dropout=0.5"
 # name -> (replacements, problem, tile)
 MUTANTS = {
-    "nothing is dropped": (only("    if not DRAWS_FIRST:\n        p = dropped(p, drop, own, CONSUMER, BUILD)\n"), PLAIN, LAZY),
+    "nothing is dropped": (
+        only("    if not DRAWS_FIRST:\n        p = dropped(p, drop, own, band, CONSUMER, BUILD)\n"),
+        PLAIN,
+        LAZY,
+    ),
     "rows of the other consumer": (only("ROW) + CONSUMER * ROWS\n        call", "ROW)\n        call"), PLAIN, LAZY),
     "keys of the tile behind": (only("(slots, round, turns - j), round", "(slots, round, turns - j + 1), round"), PLAIN, LAZY),
     "draws of the next tile": (only("(slots, round, turns - j), round", "(slots, round, turns - 1 - j), round"), PLAIN, LAZY),
-    "keys without the first": (only("call = (told(slots, round, SLOTS, START) + key", "call = (key"), NARROW, LAZY),
+    "keys without the first": (only("call = key_tile_start(key_tile, ", "call = key_tile_start(key_tile, 0 * "), NARROW, LAZY),
     "the last tile of the next rows": (only("(slots, round, 0), round", "(slots, round + 1, 0), round"), PLAIN, STATIC),
     "the last tile counted from the end": (only("(slots, round, 0), round", "(slots, round, turns - 1), round"), PLAIN, STATIC),
     "every sequence alike": (only("slots, round, SLOTS, SEQUENCE)", "slots, round, SLOTS, SEQUENCE) * 0"), PACKED, LAZY),

@@ -329,7 +329,7 @@ def _hopper(problem: Problem, device: Device, rates: Rates, tile: HopperTile, le
     # With three consumers a branch for the mask makes the compiler finish one row before the next: 2720 cycles for 2330.
     left, right = problem.band[:2]
     aligned = not problem.packed and (problem.len_k - problem.len_q) % hopper.ROWS == 0  # `hopper_forward` then needs none
-    branches = left is not None or (right is not None and not (aligned and right == 0))
+    branches = not problem.windowed or left is not None or (right is not None and not (aligned and right == 0))
     main = Launch(
         "forward", tuple(tasks), turn, 1, hbm, l2, tile.stages, True, tile.schedule == "static", shared, consumer,
         128 * (tile.consumers + 1), slower=2720 / 2330 if branches and tile.consumers == 3 else 1.0,

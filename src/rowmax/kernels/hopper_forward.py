@@ -192,7 +192,8 @@ def _scored(problem: Problem) -> tuple[bool, Optional[float]]:
 
 def alibi_of(problem: Problem) -> str:
     """For a kernel's `ALIBI`."""
-    return "" if not problem.alibi else "behind" if problem.band.right == 0 else "around"
+    ahead = problem.band.right != 0 or (not problem.windowed and problem.band.prefix is not None)
+    return "" if not problem.alibi else "around" if ahead else "behind"
 
 
 def hopper_flags(problem: Problem) -> tuple[int, int]:

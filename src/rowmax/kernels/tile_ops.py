@@ -62,6 +62,16 @@ def key_ranges(row, last, len_k, shift, band, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def key_tile_start(number, start, band, BLOCK_N: tl.constexpr):
+    """Where a key tile of `key_ranges` starts, counted from the first one that is walked over: those of `early` come first."""
+    if band.__len__() > 2:
+        early = tl.cdiv(tl.minimum(early_keys(start, band), start), BLOCK_N)
+        return tl.where(number < early, 0, start - early * BLOCK_N) + number * BLOCK_N
+    else:
+        return start + number * BLOCK_N
+
+
+@triton.jit
 def query_ranges(col, last, len_q, shift, band, BLOCK_M: tl.constexpr):
     """Query tiles that see keys `[col, last]`, in the form of `key_ranges`."""
     start = clamp(first_query(col, shift, band), 0, len_q) // BLOCK_M * BLOCK_M

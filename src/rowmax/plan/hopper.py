@@ -20,7 +20,7 @@ from rowmax.numerics import LOG2E
 from rowmax.plan import hopper_backward, hopper_wide
 from rowmax.plan.hopper_backward import HopperBackwardTile
 from rowmax.plan.hopper_wide import HopperWideTile
-from rowmax.plan.tile import WINDOWS_ONLY, Tile
+from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
 ROWS = 64  # of a consumer
@@ -159,8 +159,6 @@ def refuses(problem: Problem, device: Device, direction: str) -> Optional[str]:
         return f"takes fp16 and bf16, not {problem.dtype_name}"
     if problem.dim_qk % 8 or problem.dim_v % 8:
         return f"TMA takes rows that are multiples of 16 bytes; dims {problem.dim_qk} and {problem.dim_v} are not"
-    if not problem.windowed:
-        return WINDOWS_ONLY
     version = triton_version()
     if version and tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
         return f"needs Triton 3.6 or newer with Gluon; here is {version}"
@@ -294,7 +292,7 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     first, second, block_dv = padded_dims(problem)
     size = max(first + second, block_dv)
     *tiles_of_row, reached = next(row for largest, row in _TABLE.items() if size <= largest)
-    causal = problem.band == Band(None, 0)
+    causal = problem.band[:2] == Band(None, 0)
     if problem.pairs:
         line = 64 < size <= (192 if problem.softcap else 256) and "q" not in _pairs_of(problem)
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)

@@ -6,6 +6,8 @@ from typing import Optional
 
 from rowmax.device import Device
 from rowmax.errors import ProblemError
+from rowmax.mask import early_keys
+from rowmax.plan.hopper_backward import EARLY_MB
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -129,6 +131,8 @@ def refuses(problem: Problem) -> Optional[str]:
 def _tile(problem: Problem) -> HopperWideTile:
     """With 32 keys shared memory takes longer for S and dP than the tensor cores: only where 64 leave too little room."""
     tile = HopperWideTile.parse(_TILE)
+    if early_keys(problem.band):
+        tile = replace(tile, group_mb=EARLY_MB)
     return tile if misfit(problem, tile) is None or not problem.pairs else replace(tile, block_n=FEWER_KEYS)
 
 

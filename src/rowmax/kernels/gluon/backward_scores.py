@@ -36,7 +36,7 @@ def hide_queries(p, row, col, len_q, len_k, band, hidden):
     own = row + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
     end = gl.minimum(end_query(cols, len_k - len_q, len_q, band), len_q)
     seen = eights < gl.where(cols < len_k, end, 0) - own
-    if band.right is not None:
+    if band.right is not None or band.__len__() > 2:
         seen = seen & (eights >= first_query(cols, len_k - len_q, band) - own)
     return gl.convert_layout(gl.where(seen, parts, hidden).reshape(p.shape), p.type.layout)
 

@@ -49,7 +49,7 @@ from rowmax.kernels.gluon.layouts import (
 )
 from rowmax.kernels.gluon.names import as_bits, store_wait
 from rowmax.kernels.gluon.ring import buffer_of, fill, open_ring, release, wait_full
-from rowmax.kernels.tile_ops import end_key, key_ranges
+from rowmax.kernels.tile_ops import end_key, key_ranges, key_tile_start
 
 ROWS = gl.constexpr(64)  # of a consumer
 CONSUMERS = gl.constexpr(2)
@@ -118,7 +118,7 @@ def locate_rows(tile, work, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def _row_producer(ranges, notes, given, sources, buffers, rings, BUILD: gl.constexpr):
+def _row_producer(ranges, notes, band, given, sources, buffers, rings, BUILD: gl.constexpr):
     """Fetches Q and dO of the consumers, and for every turn K and V."""
     q_source, do_source, k_source, v_source, _dq = sources
     q_buffers, do_buffers, k_buffers, v_buffers = buffers
@@ -127,7 +127,7 @@ def _row_producer(ranges, notes, given, sources, buffers, rings, BUILD: gl.const
     head = _note(notes, HEAD)
     b = _note(notes, BATCH)
     row = _note(notes, BEGIN_Q) + _note(notes, COL)
-    col = _note(notes, BEGIN_K) + start
+    begin = _note(notes, BEGIN_K)
     q_parts = (q_buffers, q_source, q_buffers, q_source)
     do_parts = (do_buffers, do_source, do_buffers, do_source)
     k_parts = (k_buffers, k_source, k_buffers, k_source)
@@ -136,15 +136,15 @@ def _row_producer(ranges, notes, given, sources, buffers, rings, BUILD: gl.const
         for c in gl.static_range(CONSUMERS):
             fill(q_ring, q_parts, b, row + c * ROWS, head, c, CONSUMERS, 0, 1, 0)
         for turn in range(turns):
+            col = begin + key_tile_start(turn, start, band, BUILD.BLOCK_N)
             fill(k_ring, k_parts, b, col, head // BUILD.GROUP, turn, BUILD.STAGES, 0, 1, 0)
             if turn == 0:
                 for c in gl.static_range(CONSUMERS):
                     fill(do_ring, do_parts, b, row + c * ROWS, head, c, CONSUMERS, 0, 1, 0)
             fill(v_ring, v_parts, b, col, head // BUILD.GROUP, turn, BUILD.V_STAGES, 0, 1, 0)
             if BUILD.GIVEN != "":
-                place = (b, head, _note(notes, COL), start + turn * BUILD.BLOCK_N)
+                place = (b, head, _note(notes, COL), col - begin)
                 fetch_given_rows(given, place, turn, turn < fewer, BUILD)
-            col += BUILD.BLOCK_N
 
 
 @gluon.jit
@@ -165,7 +165,7 @@ def _row_gradient(
     """dS of a turn, and dQ, issued."""
     _turns, _fewer, start, full, full_end = ranges
     ds = p * (dp - delta)
-    col = start + turn * BUILD.BLOCK_N
+    col = key_tile_start(turn, start, band, BUILD.BLOCK_N)
     if not BUILD.CAP and (col < full) | (col >= full_end):
         row = _note(notes, COL) + CONSUMER * ROWS
         len_q = _note(notes, LEN_Q)
@@ -202,7 +202,8 @@ def _row_consumer(
         wait_full(v_ring, zero, BUILD.V_STAGES)
         dp = _row_scores(do_buffers, v_buffers, start, zero, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV, BUILD.BLOCK_N)
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        p = row_weights_of(s, lse, given, start, zero, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD)
+        first = key_tile_start(zero, start, band, BUILD.BLOCK_N)
+        p = row_weights_of(s, lse, given, first, zero, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD)
         for turn in range(turns - 1):
             release(v_ring, turn, BUILD.V_STAGES)
             dq = _row_gradient(p, dp, delta, dq, turn, ranges, notes, band, k_buffers, CONSUMER, BUILD)
@@ -214,8 +215,9 @@ def _row_consumer(
             wait_full(v_ring, turn + 1, BUILD.V_STAGES)
             dp = _row_scores(do_buffers, v_buffers, col, turn + 1, CONSUMER, BUILD.V_STAGES, BUILD.BLOCK_DV, BUILD.BLOCK_N)
             s = warpgroup_mma_wait(1, deps=[s])
+            next_col = key_tile_start(turn + 1, start, band, BUILD.BLOCK_N)
             p = row_weights_of(
-                s, lse, given, col + BUILD.BLOCK_N, turn + 1, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD
+                s, lse, given, next_col, turn + 1, ranges, notes, band, scale_log2, k_buffers.dtype, CONSUMER, BUILD
             )
             wait_full(v_ring, turn + 1, BUILD.V_STAGES)  # once more: it keeps the wait for dP below the exponentials
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -273,13 +275,18 @@ def query_kernel(
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     row, head, b, sequence, begin_q, own_q, begin_k, own_k = locate_rows(gl.program_id(0), work, BUILD)
     last = gl.minimum(row + CONSUMERS * ROWS, own_q) - 1
-    start, full, full_end, end = key_ranges(row, last, own_k, own_k - own_q, band, BUILD.BLOCK_N)
-    turns = gl.where(row < own_q, gl.cdiv(end - start, BUILD.BLOCK_N), 0)
+    early = 0  # key tiles in front of a gap
+    if band.__len__() > 2:
+        start, full, full_end, end, keys = key_ranges(row, last, own_k, own_k - own_q, band, BUILD.BLOCK_N)
+        early = gl.cdiv(keys, BUILD.BLOCK_N)
+    else:
+        start, full, full_end, end = key_ranges(row, last, own_k, own_k - own_q, band, BUILD.BLOCK_N)
+    turns = gl.where(row < own_q, early + gl.cdiv(end - start, BUILD.BLOCK_N), 0)
     # Under a diagonal the first consumer's rows see one key tile less (or two shorter ones, of which it takes one: K comes for
     # both). It takes one in any case, since what is fetched must have arrived in the end.
     last = gl.minimum(row + ROWS, own_q) - 1
     seen = gl.maximum(gl.minimum(end_key(last, own_k - own_q, own_k, band), own_k) - start, 0)
-    fewer = gl.minimum(gl.maximum(gl.cdiv(seen, BUILD.BLOCK_N), 1), turns)
+    fewer = gl.minimum(gl.maximum(early + gl.cdiv(seen, BUILD.BLOCK_N), 1), turns)
     if BUILD.BLOCK_N < ROWS:
         fewer = gl.maximum(fewer, turns - 1)
     ranges = (turns, fewer, start, full, full_end)
@@ -315,5 +322,5 @@ def query_kernel(
     gl.warp_specialize([
         (_row_consumer, (ranges, notes, lines, band, scale_log2, out, given, sources, buffers, rings, 0, BUILD)),
         (_row_consumer, (ranges, notes, lines, band, scale_log2, out, given, sources, buffers, rings, 1, BUILD)),
-        (_row_producer, (ranges, notes, given, sources, buffers, rings, BUILD)),
+        (_row_producer, (ranges, notes, band, given, sources, buffers, rings, BUILD)),
     ], [4, 1], [BUILD.REGISTERS, BUILD.PRODUCER_REGISTERS])  # fmt: skip

@@ -31,7 +31,7 @@ from rowmax.kernels.gluon.backward_walk import BEGIN_Q, COL, KEYS, LEN_K, LEN_Q,
 from rowmax.kernels.gluon.layouts import number_layout
 from rowmax.kernels.gluon.names import count_up, store_wait, tma_add, wait_count, wait_sums
 from rowmax.kernels.gluon.ring import buffer_of, open_ring, release, wait_empty, wait_full
-from rowmax.kernels.tile_ops import clamp, first_key
+from rowmax.kernels.tile_ops import clamp, early_keys, first_key
 
 SIDE = gl.constexpr(64)  # rows and columns of dQ that are added at once
 ADDERS = gl.constexpr(2)  # warps that add dQ, each of every ADDERS-th turn; as many turns' dS are in shared memory
@@ -73,11 +73,19 @@ def _one_behind_the_other(cu_seqlens, batch, total):
 
 @gluon.jit
 def _turn_of(row, notes, band, BUILD: gl.constexpr):
-    """How many key tiles add to the query tile at `row` of its sequence before this one."""
+    """How many key tiles add to the query tile at `row` of its sequence before this one.
+
+    Those of early keys all do; of others, those from the first one that the row sees.
+    """
     BLOCK_N: gl.constexpr = BUILD.CONSUMERS * KEYS
     len_k = _note(notes, LEN_K)
     first = clamp(first_key(row, len_k - _note(notes, LEN_Q), band), 0, len_k)
-    return _note(notes, COL) // BLOCK_N - first // BLOCK_N
+    if band.__len__() > 2:
+        tile = _note(notes, COL) // BLOCK_N
+        early = gl.cdiv(early_keys(first, band), BLOCK_N)
+        return gl.where(tile < early, tile, tile - gl.maximum(first // BLOCK_N - early, 0))
+    else:
+        return _note(notes, COL) // BLOCK_N - first // BLOCK_N
 
 
 @gluon.jit

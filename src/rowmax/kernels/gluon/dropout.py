@@ -12,6 +12,7 @@ from rowmax.kernels.gluon.build import HEAD, ROW, ROWS, SEQUENCE, SLOTS, START
 from rowmax.kernels.gluon.layouts import row_layout
 from rowmax.kernels.gluon.philox import keep, uniform
 from rowmax.kernels.gluon.ring import told
+from rowmax.kernels.tile_ops import key_tile_start
 
 
 @gluon.jit
@@ -27,13 +28,13 @@ def dropping(drop, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def dropped(p, drop, own, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
+def dropped(p, drop, own, band, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
     """P, and 0 in the place of weights that are not kept. own: `(slots, round, key_tile)`, where they are."""
     if BUILD.DROPS:
         low, high, least, _factor = drop
         slots, round, key_tile = own
         row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
-        call = (told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N) >> 2
+        call = key_tile_start(key_tile, told(slots, round, SLOTS, START), band, BUILD.BLOCK_N) >> 2
         rows = gl.expand_dims(row + gl.arange(0, ROWS, layout=row_layout(p.type.layout)), 1)
         rows, _ = gl.broadcast(rows, p)
         head, sequence = told(slots, round, SLOTS, HEAD), told(slots, round, SLOTS, SEQUENCE)

@@ -100,6 +100,7 @@ from rowmax.kernels.gluon.softmax import (
     steady_step,
     thread_sum,
 )
+from rowmax.kernels.tile_ops import key_tile_start
 
 # ---- consumers -------------------------------------------------------------------------------------------------------------
 
@@ -126,14 +127,14 @@ def _scale_rows(acc, factor):
 
 
 @gluon.jit
-def _place(slots, round, key_tile, work, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
+def _place(slots, round, key_tile, work, band, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
     """`(row, col, len_q, len_k)`: where a tile of scores lies in its sequence."""
     _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
     if BUILD.PACKED:
         len_q = told(slots, round, SLOTS, LEN_Q)
         len_k = told(slots, round, SLOTS, LEN_K)
     row = CONSUMER * ROWS + told(slots, round, SLOTS, ROW)
-    return row, key_tile * BUILD.BLOCK_N + told(slots, round, SLOTS, START), len_q, len_k
+    return row, key_tile_start(key_tile, told(slots, round, SLOTS, START), band, BUILD.BLOCK_N), len_q, len_k
 
 
 @gluon.jit
@@ -150,7 +151,7 @@ def _softmax(
         if BUILD.BANDED or FIRST:  # what is hidden has no say in how the cap is computed
             first, end = full
             if (key_tile >= end) | (key_tile < first):
-                own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
+                own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, band, CONSUMER, BUILD)
                 s = hide(s, own_row, own_col, own_k, own_k - own_q, band, 0.0)
         s, factors = cap_scores(s, cap, 1.0 if BUILD.PRESCALE else scale_log2, BUILD.BLOCK_N // 2, BUILD.SHORT)
         if BUILD.GIVEN == "bias":
@@ -165,7 +166,7 @@ def _softmax(
                 len_q = told(slots, round, SLOTS, LEN_Q)
                 len_k = told(slots, round, SLOTS, LEN_K)
             row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
-            col = told(slots, round, SLOTS, START) + key_tile * BUILD.BLOCK_N
+            col = key_tile_start(key_tile, told(slots, round, SLOTS, START), band, BUILD.BLOCK_N)
             s = hide(s, row, col, len_k, len_k - len_q, band, float("-inf"))
             if BUILD.STEADY and not FIRST:  # rows that have seen nothing before
                 if BUILD.CAP:
@@ -176,7 +177,7 @@ def _softmax(
     if BUILD.ALIBI != "":
         if BUILD.CAP and BUILD.GIVEN != "bias":
             s = capped_tile(s, 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)
-        own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, CONSUMER, BUILD)
+        own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, band, CONSUMER, BUILD)
         slope = as_number(told(slots, round, SLOTS, SLOPE))
         if BUILD.ALIBI == "around":
             s = add_slopes(s, own_row, own_col, own_k - own_q, slope)
@@ -226,7 +227,7 @@ def _skip(slots, round, turns, turn, work, rings, CONSUMER: gl.constexpr, BUILD:
 
 @gluon.jit
 def _products(
-    acc, p, alpha, drop, own, round, turn, v_turn, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    acc, p, alpha, drop, own, round, turn, v_turn, band, buffers, rings, CONSUMER: gl.constexpr, BUILD: gl.constexpr
 ):  # fmt: skip
     """`(s, acc)`: Q K^T of the key tile of `turn`, then P V of that of `v_turn`, both issued and not awaited.
 
@@ -238,12 +239,12 @@ def _products(
     _q_ring, _k_ring, v_ring, _given_ring = rings
     DRAWS_FIRST: gl.constexpr = BUILD.BLOCK_D + BUILD.BLOCK_D2 == 128
     if DRAWS_FIRST:
-        p = dropped(p, drop, own, CONSUMER, BUILD)
+        p = dropped(p, drop, own, band, CONSUMER, BUILD)
     if BUILD.PINGPONG:
         take_turn(CONSUMER)
     s = _scores(q_buffers, buffer_of(round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS), buffers, turn, BUILD)
     if not DRAWS_FIRST:
-        p = dropped(p, drop, own, CONSUMER, BUILD)
+        p = dropped(p, drop, own, band, CONSUMER, BUILD)
     wait_full(v_ring, v_turn, BUILD.STAGES)
     if BUILD.STEADY and BUILD.CAP and BUILD.ALIBI == "":
         acc = acc
@@ -404,7 +405,7 @@ def _consumer(
             full = (told(slots, round, SLOTS, FULL), told(slots, round, SLOTS, FULL_END))
             for j in range(1 + done, turns):
                 s, acc = _products(
-                    acc, p, alpha, drop, (slots, round, turns - j), round, turn, turn - 1, buffers, rings, CONSUMER, BUILD
+                    acc, p, alpha, drop, (slots, round, turns - j), round, turn, turn - 1, band, buffers, rings, CONSUMER, BUILD
                 )
                 if BUILD.STEADY and (not BUILD.CAP or BUILD.ALIBI != ""):  # capped scores are bounded
                     m, l, alpha = settle(m, l)
@@ -432,7 +433,9 @@ def _consumer(
             done = _skip(slots, round + 1, turns, turn, work, rings, CONSUMER, BUILD)
             turn += done
             wait_full(k_ring, turn, BUILD.STAGES, turns > 0)
-            s, acc = _products(acc, p, alpha, drop, (slots, round, 0), round + 1, turn, v_turn, buffers, rings, CONSUMER, BUILD)
+            s, acc = _products(
+                acc, p, alpha, drop, (slots, round, 0), round + 1, turn, v_turn, band, buffers, rings, CONSUMER, BUILD
+            )
             if BUILD.Q_STAGES > 1:
                 release(q_ring, round, BUILD.Q_STAGES, CONSUMER, BUILD.CONSUMERS)
             o_buffer = o_buffers.index(CONSUMER)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rowmax.kernels.gluon.layouts import axis_layout
-from rowmax.kernels.tile_ops import end_key, first_key
+from rowmax.kernels.tile_ops import early_keys, end_key, first_key
 
 
 @gluon.jit
@@ -26,6 +26,12 @@ def hide(s, row, col, len_k, shift, band, hidden):
     eights = 8 * along(parts.shape[1], LAYOUT, 1)
     own = col + 2 * along(4, LAYOUT, 2) + along(2, LAYOUT, 3)
     seen = eights < gl.minimum(end_key(rows, shift, len_k, band), len_k) - own
-    if band.left is not None:
+    if band.__len__() > 2:
+        if band.left is not None or band.chunk is not None:
+            near = eights >= first_key(rows, shift, band) - own
+            if band.sink_tokens is not None or band.prefix is not None:
+                near = near | (eights < early_keys(row, band) - own)
+            seen = seen & near
+    elif band.left is not None:
         seen = seen & (eights >= first_key(rows, shift, band) - own)
     return gl.convert_layout(gl.where(seen, parts, hidden).reshape(s.shape), s.type.layout)

@@ -8,7 +8,7 @@ from rowmax.kernels.gluon.build import BATCH, BEGIN_K, BEGIN_Q, HEAD, ROW, ROWS,
 from rowmax.kernels.gluon.layouts import number_layout
 from rowmax.kernels.gluon.names import as_bits, let_next_begin
 from rowmax.kernels.gluon.ring import fill, fill_given, publish, told
-from rowmax.kernels.tile_ops import clamp, end_key, key_ranges
+from rowmax.kernels.tile_ops import clamp, end_key, key_ranges, key_tile_start
 
 # ---- where the work lies ---------------------------------------------------------------------------------------------------
 
@@ -93,19 +93,23 @@ def announce(tile, round, work, bent, band, total, slots, BUILD: gl.constexpr):
     if tile < total:
         row, head, b, sequence, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
         last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
-        start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
+        early = 0  # key tiles in front of a gap
+        if band.__len__() > 2:
+            start, full_start, full_end, end, keys = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
+            early = gl.cdiv(keys, BUILD.BLOCK_N)
+        else:
+            start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
         if BUILD.STEADY and BUILD.BANDED:  # a row that sees all of a key tile, and nothing behind, finds its pivot there
-            before = clamp(end_key(row - 1, len_k - len_q, len_k, band), 0, len_k) // BUILD.BLOCK_N * BUILD.BLOCK_N
+            before = clamp(end_key(row, len_k - len_q, len_k, band) - 1, 0, len_k) // BUILD.BLOCK_N * BUILD.BLOCK_N
             full_end = gl.where(full_end < end, gl.maximum(before, full_start), full_end)
-        turns = gl.maximum(gl.cdiv(end - start, BUILD.BLOCK_N), 1)
+        turns = gl.maximum(early + gl.cdiv(end - start, BUILD.BLOCK_N), 1)
         if BUILD.PACKED:
             flag = head * (total_q // ROWS + batch) + begin_q // ROWS + sequence + row // ROWS
         else:
             flag = (b * heads + head) * gl.cdiv(total_q, ROWS) + row // ROWS
-        full = (full_start - start) // BUILD.BLOCK_N
-        numbers = (
-            turns, row, head, b, flag, start, full, (full_end - start) // BUILD.BLOCK_N, begin_q, len_q, begin_k, len_k
-        )  # fmt: skip
+        full = early + (full_start - start) // BUILD.BLOCK_N
+        full_end = early + (full_end - start) // BUILD.BLOCK_N
+        numbers = (turns, row, head, b, flag, start, full, full_end, begin_q, len_q, begin_k, len_k)
         if BUILD.DROPS:
             own = _of_head(head, b + sequence, heads, bent, BUILD)
             publish(slots, numbers + own + (b + sequence,), round, SLOTS)
@@ -146,10 +150,11 @@ def producer(work, bent, band, total, counter, sources, buffers, rings, slots, B
         for c in gl.static_range(BUILD.CONSUMERS):
             fill(q_ring, q_parts, b, first + c * ROWS, head, round, BUILD.Q_STAGES, c, BUILD.CONSUMERS, SECOND)
         group = head // BUILD.GROUP
-        first = told(slots, round, SLOTS, BEGIN_K) + told(slots, round, SLOTS, START)
+        begin = told(slots, round, SLOTS, BEGIN_K)
+        start = told(slots, round, SLOTS, START)
         following = turns * 1
         for j in range(turns):
-            col = first + (turns - 1 - j) * BUILD.BLOCK_N
+            col = begin + key_tile_start(turns - 1 - j, start, band, BUILD.BLOCK_N)
             fill(k_ring, k_parts, b, col, group, turn, BUILD.STAGES, 0, 1, SECOND)
             if BUILD.GIVEN != "":
                 row = told(slots, round, SLOTS, ROW)
