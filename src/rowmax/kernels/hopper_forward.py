@@ -192,7 +192,7 @@ def _scored(problem: Problem) -> tuple[bool, Optional[float]]:
 
 def alibi_of(problem: Problem) -> str:
     """For a kernel's `ALIBI`."""
-    ahead = problem.band.right != 0 or (not problem.windowed and problem.band.prefix is not None)
+    ahead = problem.band.right != 0 or getattr(problem.band, "prefix", None) is not None
     return "" if not problem.alibi else "around" if ahead else "behind"
 
 

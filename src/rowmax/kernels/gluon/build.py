@@ -6,7 +6,8 @@ from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at once
 SLOTS = gl.constexpr(3)  # row tiles that consumers know of: the one stored, the one computed, and the next
-# What consumers are told of a tile. TURNS: of key tiles; 0: there is no further tile.
+# What consumers are told of a tile. TURNS: of key tiles; 0: there is no further tile. START: of the keys that it sees, behind a
+# gap where it sees first keys, too (`tile_ops.key_tile_start`).
 TURNS, ROW, HEAD, BATCH, FLAG, START, FULL, FULL_END, BEGIN_Q, LEN_Q, BEGIN_K, LEN_K = map(gl.constexpr, range(12))
 FIELDS = gl.constexpr(12)
 SLOPE = gl.constexpr(12)  # where scores are bent: numbers of the head, in units of scores and of log2

@@ -9,13 +9,14 @@ Nobody waits for ever. A block waits only for blocks of its head (and sequence) 
 earlier numbers: `locate` deals out the key tiles of a head in ascending order, and a block draws its number when it runs. So
 the block with the lowest number of those unfinished waits for nobody, and it runs. Which key tiles add to a query tile is
 arithmetic (`_turn_of`): those between the first that its first row sees and a block that comes here, as both ends of what a
-key tile walks over rise with the key tile. That all of them exist is known of sequences that lie one behind the other;
-`cu_seqlens` that say otherwise are wrong, and then nobody waits.
+key tile walks over rise with the key tile; and before these all of first keys that no left side hides. That all of them exist
+is known of sequences that lie one behind the other; `cu_seqlens` that say otherwise are wrong, and then nobody waits.
 
 Nobody waits for long. All blocks of a head walk from its last query tile to the first, and in the order in which they start, so
-that a block comes to a query tile when the one before it has left. Consumers do not wait themselves: they lay dQ into one of
-two buffers, which two warps empty in turn; one waits for a counter or for a sum to arrive while the other does so for the
-next turn. That dQ has been laid down they learn from the ring of dS: a consumer gives dS of a turn after dQ of the one before.
+that a block comes to a query tile when the one before it has left. (Beside first keys that stay in sight others do wait: the
+key tile of those walks over all queries, and they over few.) Consumers do not wait themselves: they lay dQ into one of two
+buffers, which two warps empty in turn; one waits for a counter or for a sum to arrive while the other does so for the next
+turn. That dQ has been laid down they learn from the ring of dS: a consumer gives dS of a turn after dQ of the one before.
 Beside a bias or a mask there is room for one buffer alone. Then consumers wait until dQ of the turn before is on its way.
 
 What orders the sums: `cp.async.bulk.wait_group` (not `.read`) returns when a sum has been performed in memory, and completion
