@@ -7,6 +7,7 @@ interprets Triton:
 """
 
 import collections
+import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
-from machine_code import TOOLS, compiled, inner_loops, instructions
+from machine_code import TOOLS, compiled, inner_loops, instructions, successors
 
 if not (TOOLS / "cuobjdump").is_file():
     pytest.skip("this Triton comes without cuobjdump", allow_module_level=True)
@@ -59,11 +60,12 @@ BUILDS = {
         ("d128 bf16 causal softcap=50.0 dropout=0.1", "64x128 s2 backward"),
     ],
 }
-# With 128 queries: addresses that are the same in every turn, of which a turn loads three. Without them it was slower: what
-# frees the registers is dV multiplied later.
-STACK = 64
-# Of other scores, with 64 queries and with 128: the stack, used outside loops, and how often both consumers store to it in one.
-SPARED = {"softcap": ((16, 0), (112, 20)), "alibi": ((8, 0), (STACK, 0)), "bias": ((8, 0), (STACK, 4))}
+# With 128 queries: numbers used outside loops, and in a turn with hidden keys one or two of each consumer. Without them
+# it was slower: what frees the registers is dV multiplied later.
+STACK, HIDDEN = 64, 3
+# Of other scores, with 64 queries and with 128: the stack, and how often both consumers store to it in every turn. With a cap
+# and 128 queries a turn has 3,200 instructions.
+SPARED = {"softcap": ((16, 0), (112, 28)), "alibi": ((8, 0), (STACK, 0)), "bias": ((8, 0), (STACK, 0))}
 DRAWN = 72, 3  # where weights are dropped: addresses too, of which a turn of 860 instructions and more loads up to ten
 KERNELS = ("prepare", "backward", "finish")
 MOST_GROUPS = 15  # WARPGROUP instructions of a consumer: ten times as many when its products wait for each other
@@ -90,12 +92,13 @@ def test_machine_code(dim, tmp_path):
         if "dropout" in facts["problem"] and facts["kernel"] == "backward":
             most, spared = map(max, (most, spared), DRAWN)
         assert facts["stack"] <= max(most, 16 * ordered), f"registers spill: {facts}"
-        # In parts, with 128 queries, one number is, in a turn of some 2,000 cycles; in order two, in a turn with hidden keys.
-        spared = max(spared, wide and " p" in facts["tile"], 2 * (wide and ordered))
-        assert facts["stored"] <= spared, f"registers spill in a loop: {facts}"
+        assert facts["stored"] <= spared, f"registers spill in every turn: {facts}"
+        assert facts["stored_at_times"] <= HIDDEN * wide, f"registers spill in turns with hidden keys: {facts}"
         assert facts["local"] == 0, f"registers spill: {facts}"
         if facts["kernel"] == "backward":
             assert facts["loops"] == 2, f"each consumer has one: {facts}"
+            assert len(facts["conflicts"]) >= 2, f"dS and dQ are stored: {facts}"
+            assert not any(facts["conflicts"]), f"threads of a store meet in a bank: {facts}"
             assert facts["HGMMA"] > 0, f"Hopper's tensor core instruction is missing: {facts}"
             assert facts["WARPGROUP"] <= MOST_GROUPS * 2, f"products wait for each other: {facts}"
             assert facts["UTMAREDG"] > 0, f"dQ is not added by TMA: {facts}"
@@ -108,14 +111,41 @@ def _kernels(text: str, tile: str) -> tuple[str, ...]:
 
 
 def read(call) -> dict:
-    needs, listing = compiled(call, (9, 0))
+    with _stores() as conflicts:
+        needs, listing = compiled(call, (9, 0))
     code, labels = instructions(listing)
     counts = collections.Counter(name.split(".")[0] for _, name, _ in code)
     loops = inner_loops(code, labels, "HGMMA")
-    stored = sum(name.startswith("STL") for first, last in loops for _, name, _ in code[first : last + 1])
+    stored = [_left_out(code, labels, first, last) for first, last in loops]
     names = ("HGMMA", "WARPGROUP", "UTMAREDG")
-    needs |= {"stored": stored, "loops": len(loops), "waited": _waited(code)}
+    needs |= {"stored": sum(s.count(False) for s in stored), "stored_at_times": sum(s.count(True) for s in stored)}
+    needs |= {"loops": len(loops), "waited": _waited(code), "conflicts": conflicts}
     return {**needs, **{name: counts[name] for name in names}}
+
+
+def _left_out(code, labels, first: int, last: int) -> list[bool]:
+    """Of each store to the stack in a loop, whether a jump inside the loop passes over it."""
+    jumps = [(i, target) for i in range(first, last) for target in successors(code, labels, i) if i + 1 < target <= last]
+    stores = [i for i in range(first, last + 1) if code[i][1].startswith("STL")]
+    return [any(start < i < target for start, target in jumps) for i in stores]
+
+
+@contextlib.contextmanager
+def _stores():
+    """Of each store of a tile to shared memory that is compiled meanwhile, how often more than needed it meets a bank."""
+    import triton
+    from triton.experimental.gluon.language._semantic import GluonSemantic
+
+    conflicts, store = [], GluonSemantic.shared_store
+
+    def watched(semantic, buffer, value):
+        if len(value.shape) == 2:
+            conflicts.append(semantic.bank_conflicts(value.type, buffer.type))
+        return store(semantic, buffer, value)
+
+    GluonSemantic.shared_store, triton.knobs.compilation.always_compile = watched, True
+    yield conflicts
+    GluonSemantic.shared_store, triton.knobs.compilation.always_compile = store, False
 
 
 def _waited(code) -> bool:

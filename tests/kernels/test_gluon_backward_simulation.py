@@ -195,13 +195,13 @@ OTHERS = """        if BUILD.ORDERED:
         else:
             last_row, last_line = _place_before(turn, line, ranges, BUILD)
     """
-ADD = "        _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
+ADD = "        _add(dq, dq_buffers.index(CONSUMER + _nothing(row)), last_line, last_row, dq_source, CONSUMER, BUILD)\n"
 LAST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 BEFORE = "        wait_full(share_ring, before, SHARES)\n"
 PRODUCT = "        dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)\n"
 STORE = "        shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER).store(ds)\n"
 NEXT_Q = "    wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
-FENCE = "    dq_buffer.reshape([SIDE, SIDE]).store(dq)\n    fence_async_shared()\n"
+FENCE = "    buffer_of_sum(dq_buffer).store(dq)\n    fence_async_shared()\n"
 
 
 def only(old, new=""):
@@ -254,6 +254,7 @@ MUTANTS = {
         LONG,
         PLAIN,
     ),
+    "dQ transposed": (only("buffer.reshape([SIDE, SIDE]).permute((1, 0))", "buffer.reshape([SIDE, SIDE])"), CAUSAL, PLAIN),
     "dQ of one consumer's keys": (only("use_acc=c > 0", "use_acc=False"), CAUSAL, PLAIN),
     "dQ of the first part": (only("[line, row + ROW, COLUMN]", "[line, row + ROW, 0]"), CAUSAL, PLAIN),
     "dQ of the first rows": (only("[line, row + ROW, COLUMN]", "[line, row, COLUMN]"), CAUSAL_64, WIDE),

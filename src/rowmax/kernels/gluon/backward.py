@@ -58,7 +58,7 @@ from rowmax.kernels.gluon.backward_walk import (
     place_of,
     ranges_of,
 )
-from rowmax.kernels.gluon.dq_order import SIDE, _adder, draw_number, lay_down, open_slots_of_sums
+from rowmax.kernels.gluon.dq_order import SIDE, _adder, buffer_of_sum, draw_number, lay_down, open_slots_of_sums
 from rowmax.kernels.gluon.layouts import (
     column_layout,
     line_layout,
@@ -200,7 +200,7 @@ def _next_scores(k, q_buffers, q_ring, turn, turns, BUILD: gl.constexpr):
 
 @gluon.jit
 def _query_gradient(shares, k_buffers, turn, PART: gl.constexpr, BUILD: gl.constexpr):
-    """64 rows and columns of dS^T K, issued and not awaited: one product for each consumer's keys."""
+    """64 rows and columns of dQ, transposed: K^T dS, issued and not awaited: one product for each consumer's keys."""
     ROW: gl.constexpr = PART // (BUILD.BLOCK_D // SIDE) * SIDE
     COLUMN: gl.constexpr = PART % (BUILD.BLOCK_D // SIDE) * SIDE
     dq = gl.zeros([SIDE, SIDE], gl.float32, out_layout(SIDE))
@@ -211,7 +211,7 @@ def _query_gradient(shares, k_buffers, turn, PART: gl.constexpr, BUILD: gl.const
         k = k_buffers.index(c + _nothing(turn)).reshape([KEYS, BUILD.BLOCK_D])
         if BUILD.BLOCK_D > SIDE:
             k = k.slice(COLUMN, SIDE, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
+        dq = warpgroup_mma(k.permute((1, 0)), ds, dq, use_acc=c > 0, is_async=True)
     return dq
 
 
@@ -221,7 +221,7 @@ def _add(dq, dq_buffer, line, row, dq_source, PART: gl.constexpr, BUILD: gl.cons
     ROW: gl.constexpr = PART // (BUILD.BLOCK_D // SIDE) * SIDE
     COLUMN: gl.constexpr = PART % (BUILD.BLOCK_D // SIDE) * SIDE
     store_wait(0)  # the sum before has left the buffer
-    dq_buffer.reshape([SIDE, SIDE]).store(dq)
+    buffer_of_sum(dq_buffer).store(dq)
     fence_async_shared()
     tma_add(dq_source, [line, row + ROW, COLUMN], dq_buffer)
 
@@ -284,7 +284,7 @@ def _consumer(
             lay_down(dq, dq_buffers, sum_ring, turn, CONSUMER, BUILD)
         else:
             last_row, last_line = _place_before(turn, line, ranges, BUILD)
-            _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+            _add(dq, dq_buffers.index(CONSUMER + _nothing(row)), last_line, last_row, dq_source, CONSUMER, BUILD)
         give(share_ring, turn, SHARES)
         s = warpgroup_mma_wait(0, deps=[s])
     if turns > 0:

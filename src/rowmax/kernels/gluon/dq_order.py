@@ -52,10 +52,16 @@ def open_slots_of_sums(BUILD: gl.constexpr):
 
 
 @gluon.jit
+def buffer_of_sum(buffer):
+    """`[columns, rows]` of a part of dQ: transposed, because stores of it meet no bank twice (`layouts.sum_layout`)."""
+    return buffer.reshape([SIDE, SIDE]).permute((1, 0))
+
+
+@gluon.jit
 def lay_down(dq, dq_buffers, sum_ring, turn, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
     """A consumer's part of dQ of the turn before. What was written to shared memory before is fenced as well."""
     wait_empty(sum_ring, turn, BUILD.SLOTS)
-    dq_buffers.index(buffer_of(turn, BUILD.SLOTS) * BUILD.CONSUMERS + CONSUMER).reshape([SIDE, SIDE]).store(dq)
+    buffer_of_sum(dq_buffers.index(buffer_of(turn, BUILD.SLOTS) * BUILD.CONSUMERS + CONSUMER)).store(dq)
     fence_async_shared()
 
 
