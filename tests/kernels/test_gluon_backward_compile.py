@@ -63,9 +63,9 @@ BUILDS = {
 # With 128 queries: numbers used outside loops, and in a turn with hidden keys one or two of each consumer. Without them
 # it was slower: what frees the registers is dV multiplied later.
 STACK, HIDDEN = 64, 3
-# Of other scores, with 64 queries and with 128: the stack, and how often both consumers store to it in every turn. With a cap
-# and 128 queries a turn has 3,200 instructions.
-SPARED = {"softcap": ((16, 0), (112, 28)), "alibi": ((8, 0), (STACK, 0)), "bias": ((8, 0), (STACK, 0))}
+# Of other scores, with 64 queries and with 128: the stack, and how often both consumers store to it in turns of some kind. With a
+# cap and 128 queries a turn of either kind, of small arguments of tanh and of any, has some 2,000 instructions.
+SPARED = {"softcap": ((16, 0), (112, 28)), "alibi": ((8, 0), (STACK, HIDDEN)), "bias": ((8, 0), (STACK, HIDDEN))}
 DRAWN = 72, 3  # where weights are dropped: addresses too, of which a turn of 860 instructions and more loads up to ten
 KERNELS = ("prepare", "backward", "finish")
 MOST_GROUPS = 15  # WARPGROUP instructions of a consumer: ten times as many when its products wait for each other
@@ -88,12 +88,12 @@ def test_machine_code(dim, tmp_path):
             continue
         ordered, wide = "ordered" in facts["tile"], facts["tile"].startswith("128x")
         kind = next((word for word in SPARED if word in facts["problem"] and facts["kernel"] == "backward"), "")
-        most, spared = SPARED[kind][wide] if kind else (STACK * wide, 0)
+        most, spared = SPARED[kind][wide] if kind else (STACK * wide, HIDDEN * wide)
         if "dropout" in facts["problem"] and facts["kernel"] == "backward":
             most, spared = map(max, (most, spared), DRAWN)
         assert facts["stack"] <= max(most, 16 * ordered), f"registers spill: {facts}"
-        assert facts["stored"] <= spared, f"registers spill in every turn: {facts}"
-        assert facts["stored_at_times"] <= HIDDEN * wide, f"registers spill in turns with hidden keys: {facts}"
+        assert facts["stored"] == 0, f"registers spill in every turn: {facts}"
+        assert facts["stored_at_times"] <= spared, f"registers spill in turns of some kind: {facts}"
         assert facts["local"] == 0, f"registers spill: {facts}"
         if facts["kernel"] == "backward":
             assert facts["loops"] == 2, f"each consumer has one: {facts}"

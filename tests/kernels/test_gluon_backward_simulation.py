@@ -199,6 +199,7 @@ ADD = "        _add(dq, dq_buffers.index(CONSUMER + _nothing(row)), last_line, l
 LAST_S = "        s = warpgroup_mma_wait(0, deps=[s])\n"
 BEFORE = "        wait_full(share_ring, before, SHARES)\n"
 PRODUCT = "        dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)\n"
+TURN = "        give_turn(CONSUMER, BUILD.CONSUMERS)\n"
 STORE = "        shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER).store(ds)\n"
 NEXT_Q = "    wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
 FENCE = "    buffer_of_sum(dq_buffer).store(dq)\n    fence_async_shared()\n"
@@ -222,7 +223,11 @@ MUTANTS = {
     "Q of no turn awaited": (only(NEXT_Q, NEXT_Q.replace("turn + 1 < turns", "True")), CAUSAL_64, WIDE),
     "no wait for dO": (only("        wait_full(do_ring, turn, BUILD.STAGES)\n"), LONG, PLAIN),
     "no wait for dS": (only(BEFORE + PRODUCT, PRODUCT), LONG, PLAIN),
-    "dS laid down before the last one is awaited": (only(BEFORE + PRODUCT + STORE, STORE + BEFORE + PRODUCT), LONG, PLAIN),
+    "dS laid down before the last one is awaited": (
+        only(BEFORE + PRODUCT + TURN + STORE, STORE + BEFORE + PRODUCT + TURN),
+        LONG,
+        PLAIN,
+    ),
     "dS of this turn": (only("before = turn + 3", "before = turn + 2"), LONG, PLAIN),
     "dS of one consumer is enough": (only("count=WRITERS", "count=1"), CAUSAL, PLAIN),
     "dS given before the fence": (only(ADD + GIVE + LAST_S, GIVE + ADD + LAST_S), LONG, PLAIN),
@@ -244,6 +249,9 @@ MUTANTS = {
         PLAIN,
     ),
     "K overwritten while it is read": (only("    meet(BUILD.CONSUMERS)  # nobody", "    pass  # nobody"), CAUSAL, PLAIN),
+    "no first turn to issue": (only("    begin_turns(CONSUMER, BUILD.CONSUMERS)\n"), CAUSAL, PLAIN),
+    "the turn to issue is kept": (only(TURN), CAUSAL, PLAIN),
+    "the first turn twice": (only("if CONSUMER == CONSUMERS - 1:", "if CONSUMER >= 0:"), CAUSAL, PLAIN),
     # products
     "dP awaited too late": (only("dp = warpgroup_mma_wait(1", "dp = warpgroup_mma_wait(2"), CAUSAL, PLAIN),
     "dQ awaited too late": (only(NEXT_S + DQ, NEXT_S + DQ.replace("(1", "(2")), CAUSAL, PLAIN),

@@ -20,6 +20,7 @@ Who waits for whom:
 * S of the next turn is multiplied at the end of this one, while dQ goes its way, and awaited there as well: a sum that is in
   flight where a loop goes round makes ptxas put every product after the one before. So does a lack of registers: each product
   is issued where those of an earlier one have become free.
+* Consumers issue dV, dK and dQ in turn, so that one's products run while the other computes its exponentials.
 
 Scores are bent, biased and hidden in `backward_scores.py`; a sink needs nothing here, as it is in the LSE. Where weights are
 dropped, Z (`backward_dropout.py`) says which are kept, dV = (Z P) dO / (1 - p) and dS = P (Z dP / (1 - p) - delta).
@@ -74,14 +75,18 @@ from rowmax.kernels.gluon.layouts import (
 from rowmax.kernels.gluon.names import as_bits, store_wait, tma_add, tma_store
 from rowmax.kernels.gluon.philox import kept
 from rowmax.kernels.gluon.ring import (
+    begin_turns,
     buffer_of,
+    end_turns,
     fill,
     fill_with_line,
     give,
+    give_turn,
     meet,
     open_ring,
     open_shares,
     release,
+    take_turn,
     wait_full,
 )
 
@@ -248,6 +253,7 @@ def _consumer(
     wait_full(v_ring, CONSUMER, BUILD.CONSUMERS, wanted)
     wait_full(q_ring, first_row * 0, BUILD.STAGES, wanted)
     k = k_buffers.index(CONSUMER).reshape([KEYS, BUILD.BLOCK_D])
+    begin_turns(CONSUMER, BUILD.CONSUMERS)
     s = warpgroup_mma_wait(0, deps=[_scores(k, q_buffers.index(0).reshape([BUILD.BLOCK_M, BUILD.BLOCK_D]), BUILD)])
     for turn in range(turns):
         row, _line = place_of(turn, line, ranges, BUILD)
@@ -265,6 +271,7 @@ def _consumer(
             weights = drop_weights(weights, drop, row, turn, notes, CONSUMER, BUILD)
         if LATE:
             dp = _scores(v, do, BUILD)
+        take_turn(CONSUMER)
         dv = warpgroup_mma(gl.convert_layout(weights, weight_layout(BUILD.BLOCK_DV)), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = delta_buffers.index(i).reshape([BUILD.BLOCK_M]).load(COLUMN)
@@ -275,6 +282,7 @@ def _consumer(
         before = turn + 3  # the turn before, two rounds later: not negative, and none is awaited in the first turn
         wait_full(share_ring, before, SHARES)
         dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)
+        give_turn(CONSUMER, BUILD.CONSUMERS)
         shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER).store(ds)
         dv, dk = warpgroup_mma_wait(BUILD.CONSUMERS, deps=[dv, dk])
         release(q_ring, turn, BUILD.STAGES)
@@ -296,6 +304,7 @@ def _consumer(
         else:
             last_row, last_line = _place_before(turns, line, ranges, BUILD)
             _add(dq, dq_buffers.index(CONSUMER), last_line, last_row, dq_source, CONSUMER, BUILD)
+    end_turns(CONSUMER)
     meet(BUILD.CONSUMERS)  # nobody reads K any more: dK goes where it was
     dk_ptr, dv_ptr, suspect_ptr, heads = out
     head = _note(notes, HEAD)

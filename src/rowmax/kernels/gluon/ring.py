@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from rowmax.kernels.gluon.layouts import number_layout, slot_layout
 from rowmax.kernels.gluon.names import named_barrier, tma_load
 
-FIRST_NAME = gl.constexpr(8)  # of the hardware's named barriers: lower ones are Triton's
+FIRST_NAME = gl.constexpr(8)  # of the hardware's named barriers, for turns, and behind them for `meet`: lower ones are Triton's
 
 
 @gluon.jit
@@ -150,6 +150,13 @@ def begin_turns(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def end_turns(CONSUMER: gl.constexpr):
+    """The first consumer takes the turn that nobody will use."""
+    if CONSUMER == 0:
+        take_turn(CONSUMER)
+
+
+@gluon.jit
 def take_turn(CONSUMER: gl.constexpr):
     named_barrier("bar.sync", FIRST_NAME + CONSUMER, 256)
 
@@ -205,4 +212,4 @@ def give(ring, turn, STAGES: gl.constexpr):
 @gluon.jit
 def meet(CONSUMERS: gl.constexpr):
     """All consumers wait for each other."""
-    named_barrier("bar.sync", FIRST_NAME, CONSUMERS * 128)
+    named_barrier("bar.sync", FIRST_NAME + CONSUMERS, CONSUMERS * 128)
