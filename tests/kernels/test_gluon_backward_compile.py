@@ -63,8 +63,8 @@ BUILDS = {
 # With 128 queries: numbers used outside loops, and in a turn with hidden keys one or two of each consumer. Without them
 # it was slower: what frees the registers is dV multiplied later.
 STACK, HIDDEN = 64, 3
-# Of other scores, with 64 queries and with 128: the stack, and how often both consumers store to it in turns of some kind. With a
-# cap and 128 queries a turn of either kind, of small arguments of tanh and of any, has some 2,000 instructions.
+# Of other scores, with 64 queries and with 128: the stack, and how often both consumers store to it in turns of some kind. With
+# a cap and 128 queries the loop has 3,200 instructions, for turns with small arguments of tanh and with any.
 SPARED = {"softcap": ((16, 0), (112, 28)), "alibi": ((8, 0), (STACK, HIDDEN)), "bias": ((8, 0), (STACK, HIDDEN))}
 DRAWN = 72, 3  # where weights are dropped: addresses too, of which a turn of 860 instructions and more loads up to ten
 KERNELS = ("prepare", "backward", "finish")

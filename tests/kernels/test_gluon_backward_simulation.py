@@ -23,6 +23,8 @@ WIDE, ALONE = "128x128 s2 backward g1", "128x128 s2 backward"
 
 CASES = [
     ("b1 h2 q200 k300 d128 bf16", PLAIN),
+    ("b1 h2 q192 k256 d128 bf16", PLAIN),  # no hidden keys
+    ("b1 h4/1 q128 k128 d64 fp16", WIDE),
     ("b1 h2 q200 k300 d128 bf16 causal", PLAIN),
     ("b2 h2/1 q130 k257 d128 fp16 causal", TOGETHER),
     ("b1 h2 q200 k200 d64 bf16 causal", WIDE),
@@ -201,6 +203,7 @@ BEFORE = "        wait_full(share_ring, before, SHARES)\n"
 PRODUCT = "        dq = _query_gradient(shares, k_buffers, before, CONSUMER, BUILD)\n"
 TURN = "        give_turn(CONSUMER, BUILD.CONSUMERS)\n"
 STORE = "        shares.index(buffer_of(turn, SHARES) * BUILD.CONSUMERS + CONSUMER).store(ds)\n"
+EDGE = "edge = (row < full) | (row >= full_end)"
 NEXT_Q = "    wait_full(q_ring, turn + 1, BUILD.STAGES, turn + 1 < turns)\n"
 FENCE = "    buffer_of_sum(dq_buffer).store(dq)\n    fence_async_shared()\n"
 
@@ -289,9 +292,9 @@ MUTANTS = {
     "delta of another buffer": (only("delta = delta_buffers.index(i)", "delta = delta_buffers.index(0)"), LONG, PLAIN),
     "LSE of another buffer": (only("lse = lse_buffers.index(i)", "lse = lse_buffers.index(0)"), LONG, PLAIN),
     # what is hidden
-    "nothing hidden": (only("        if (row < full) | (row >= full_end):", "        if row < 0:"), CAUSAL_64, WIDE),
-    "nothing hidden at the begin": (only("if (row < full) | (row >= full_end)", "if row >= full_end"), CAUSAL_64, WIDE),
-    "nothing hidden at the end": (only("if (row < full) | (row >= full_end)", "if row < full"), WINDOW, WIDE),
+    "nothing hidden": (only("        if edge:", "        if row < 0:"), CAUSAL_64, WIDE),
+    "nothing hidden at the begin": (only(EDGE, "edge = row >= full_end"), CAUSAL_64, WIDE),
+    "nothing hidden at the end": (only(EDGE, "edge = row < full"), WINDOW, WIDE),
     "keys past the end": (
         only("    if col + BLOCK_N > len_k:", "    if col + BLOCK_N > 99999:"),
         RAGGED,

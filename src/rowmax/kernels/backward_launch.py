@@ -6,6 +6,7 @@ import torch
 
 from rowmax.kernels.hopper_forward import GUARDED_FLAGS, TMA_BYTES, _descriptor, alibi_of, given_descriptor, given_of
 from rowmax.kernels.launch import Call, _bounded, _cap, _given, _padded, _programs, _row_tiles, _strides
+from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper import given_bytes
 from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, given_stages, misfit, padded_dims, slots
@@ -63,10 +64,12 @@ def hopper_backward_calls(
         *(_sum_descriptor(sums), _descriptor(dk, KEYS, block_d), _descriptor(dv, KEYS, block_dv)),
     )
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
+    whole = problem.len_q % tile.block_m == 0 and problem.len_k % tile.block_n == 0
+    hides = problem.packed or problem.band != Band(None, None) or not whole
     build = Build(
         *(problem.packed, problem.group // tile.parts, tile.parts, problem.dim_qk, problem.dim_v),
         *(tile.block_m, block_d, block_dv, tile.stages, tile.block_n // KEYS, *tile.registers()),
-        *(alibi_of(problem), problem.alibi == "batch", tile.ordered, slots(problem, tile)),
+        *(alibi_of(problem), problem.alibi == "batch", tile.ordered, slots(problem, tile), hides),
         *(problem.dropout > 0, problem.softcap > 0),
         *_given_build(problem, operands, tile),
     )

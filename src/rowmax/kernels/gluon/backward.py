@@ -107,6 +107,7 @@ class Build:
         ALIBI, PER_SEQUENCE, CAP: as in the forward; GIVEN and what begins so, too: rows are BLOCK_M or 1.
         ORDERED: dQ is added up in a fixed order: `dq_order.py`.
         SLOTS: turns whose dQ are in shared memory.
+        HIDES: whether there may be hidden keys: not with a full mask and tiles that are all whole.
         DROPS: weights are dropped: `backward_dropout.py`.
         REGISTERS, PRODUCER_REGISTERS: of one thread.
     """
@@ -127,6 +128,7 @@ class Build:
     PER_SEQUENCE: bool
     ORDERED: bool
     SLOTS: int
+    HIDES: bool
     DROPS: bool
     CAP: bool
     GIVEN: str
@@ -266,7 +268,7 @@ def _consumer(
         if not LATE:
             dp = _scores(v, do, BUILD)
         lse = lse_buffers.index(i).reshape([BUILD.BLOCK_M])
-        weights, p = weights_of(s, lse, given, row, turn, ranges, notes, band, scale_log2, dtype, CONSUMER, BUILD)
+        weights, p = weights_of(s, lse, given, row, turn, ranges, notes, band, scale_log2, dtype, CONSUMER, BUILD, BUILD.HIDES)
         if BUILD.DROPS:
             weights = drop_weights(weights, drop, row, turn, notes, CONSUMER, BUILD)
         if LATE:

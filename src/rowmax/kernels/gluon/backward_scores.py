@@ -102,12 +102,15 @@ def _take_given(x, given, turn, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
 
 @gluon.jit
 def weights_of(
-    s, lse, given, row, turn, ranges, notes, band, scale_log2, dtype: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr
+    s, lse, given, row, turn, ranges, notes, band, scale_log2, dtype: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
+    HIDES: gl.constexpr = True,
 ):  # fmt: skip
     """`(weights, p)`: P as the first factor of dV, and what dP - delta is to be multiplied with. lse: in shared memory."""
     _turns, _row, full, full_end = ranges
-    if BUILD.CAP:
+    edge = False
+    if HIDES:
         edge = (row < full) | (row >= full_end)
+    if BUILD.CAP:
         place = (row - _note(notes, BEGIN_Q), _note(notes, COL) + CONSUMER * KEYS, _note(notes, LEN_Q), _note(notes, LEN_K))
         unit = as_number(_note(notes, NOTES + 1))
         return _weights_of_capped(s * as_number(_note(notes, NOTES)), lse, place, edge, unit, band, dtype)
@@ -125,7 +128,7 @@ def weights_of(
             shift = _note(notes, LEN_K) - _note(notes, LEN_Q)
             x = slopes_of_keys(x, own_row, own_col, shift, slope, BUILD.ALIBI == "around")
             p = gl.exp2(x - gl.expand_dims(lse, 0))
-        if (row < full) | (row >= full_end):
+        if edge:
             col = _note(notes, COL) + CONSUMER * KEYS
             p = hide_queries(p, row - _note(notes, BEGIN_Q), col, _note(notes, LEN_Q), _note(notes, LEN_K), band, 0.0)
         return p.to(dtype), p
