@@ -56,7 +56,7 @@ class HopperBackwardTile(Tile):
         return cls(block_m, block_n, 4, stages or 2, group_mb=group_mb, parts=parts or 1, ordered=ordered)
 
 
-# Largest padded head dimension -> the tile, and TFLOP/s at 16k tokens, full / causal, of benchmarks/results: d128 "swap ping" in
+# Largest padded head dimension -> the tile, and TFLOP/s at 16k tokens, full / causal; in benchmarks/results d128 "swap ping" of
 # hopper-steps/swap-h200-2026-11-30.json, where d64 causal made 558 instead of 527; d64 in h200-2026-11-30.json, before that.
 # With 64 queries d64 made 489 / 476.
 _TABLE = {64: ("128x128 s2 backward g16", "570 / 586"), 128: ("64x128 s2 backward g16", "634 / 619")}
