@@ -81,7 +81,7 @@ def hopper_backward_calls(
     pointers = (dk, dv) if problem.packed and tile.parts == 1 else parts
     counters = suspect[counts_at:] if tile.ordered else None
     tensors = (*sources, *pointers, suspect, counters, cu_seqlens_q, cu_seqlens_k, operands.slopes)
-    tensors = (*tensors, given_descriptor(problem, operands, tile.block_m, KEYS), pairs[2])
+    tensors = (*tensors, given_descriptor(problem, operands, tile.block_m, KEYS, turned=True), pairs[2])
     backward = Call(backward_kernel, _programs(problem, tiles, problem.heads_k * tile.parts), tensors, numbers, tile)
 
     row_tiles, programs = _row_programs(problem)

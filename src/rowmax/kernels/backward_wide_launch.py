@@ -80,7 +80,7 @@ def _keys(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, 
         *(problem.len_q, problem.len_k, build),
     )
     tensors = (*sources, *((dk, dv) if problem.packed else (None, None)), suspect, *operands[3:6])
-    tensors = (*tensors, given_descriptor(problem, operands, QUERIES, KEYS))
+    tensors = (*tensors, given_descriptor(problem, operands, QUERIES, KEYS, turned=True))
     return Call(key_kernel, _programs(problem, tiles, problem.heads_k), tensors, numbers, tile)
 
 

@@ -247,8 +247,11 @@ def _own(tensor) -> list[bool]:
     return [size > 1 and stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
-def given_descriptor(problem: Problem, operands: Operands, rows: int, columns: int) -> Any:
-    """TMA's view of a bias or of a mask `[B|1, H|1, Q|1, K]`: boxes of so many rows, or of one where queries share it."""
+def given_descriptor(problem: Problem, operands: Operands, rows: int, columns: int, turned: bool = False) -> Any:
+    """TMA's view of a bias or of a mask `[B|1, H|1, Q|1, K]`: boxes of so many rows, or of one where queries share it.
+
+    turned: scores are transposed.
+    """
     if not problem.pairs:
         return None
     from triton.experimental.gluon import language as gl
@@ -264,7 +267,7 @@ def given_descriptor(problem: Problem, operands: Operands, rows: int, columns: i
     # Where the size is 1 a stride is not added to anything, but it has to be one that TMA takes.
     strides = [stride if has else ALIGNED for stride, has in zip(tensor.stride(), own, strict=True)]
     rows = rows if own[2] else 1
-    layout = given_layout(rows, columns, kinds[tensor.dtype])
+    layout = given_layout(rows, columns, kinds[tensor.dtype], turned)
     return TensorDescriptor(tensor, (*shape[:3], tensor.shape[3]), (*strides[:3], 1), [1, 1, rows, columns], layout)
 
 

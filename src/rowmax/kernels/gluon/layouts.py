@@ -60,10 +60,16 @@ def tile_layout(rows, columns, dtype):
 
 
 @gluon.constexpr_function
-def given_layout(rows, columns, dtype):
-    """`[1, 1, rows, columns]` of what is given for pairs in shared memory: too little to be swizzled where queries share it."""
+def given_layout(rows, columns, dtype, turned=False):
+    """`[1, 1, rows, columns]` of what is given for pairs in shared memory: too little to be swizzled where queries share it.
+
+    A thread takes two neighbours of a row, or `turned` of a column. Of 32 bits, neighbours of a row lie in 32 bytes with those
+    that the threads beside it take: swizzled by more, such pieces of two rows would share their banks.
+    """
     if rows == 1:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=dtype.primitive_bitwidth, rank=4)
+    if dtype.primitive_bitwidth == 32 and not turned:
+        return gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=4)
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
 
 
