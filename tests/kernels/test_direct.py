@@ -190,7 +190,7 @@ def launched_backward(fake, text: str) -> dict:
         counts.append(fake.launches - launches)
     (again, _likes), *_ = list(hopper_backward._kept.values())[before:]
     calls = calls_of(problem, operands, tile, *given)
-    everything = (*operands[:6], operands.bias, operands.mask, *given, *hopper_backward.handed_on(calls))
+    everything = (*operands[:6], operands.bias, operands.mask, operands.seed, *given, *hopper_backward.handed_on(calls))
     differences, direct = [], []
     for (launcher, mine), call in zip(again.arguments(*everything), calls, strict=True):
         direct.append(launcher.is_direct)

@@ -254,7 +254,7 @@ MUTANTS = {
     "dK without the scale": (only("dk = (dk * (scale_log2 * 0.6931471805599453))", "dk = (dk * 1.0)"), PLAIN, DOWN),
     "dQ without the scale": (only("dq = (dq * (scale_log2 * 0.6931471805599453))", "dq = (dq * 1.0)"), PLAIN, ACROSS),
     "the exchange in another order": (only("permute(1, 4, 2, 0, 3, 5)", "permute(1, 5, 2, 0, 3, 4)"), PLAIN, DOWN),
-    "LSE of another buffer": (only("lse = lse_buffers.index(i)", "lse = lse_buffers.index(0)"), LONG, DOWN),
+    "LSE of another buffer": (only("buffers[4].index(buffer_of(turn, BUILD.STAGES))", "buffers[4].index(0)"), LONG, DOWN),
     "delta of another buffer": (only("delta = delta_buffers.index(i)", "delta = delta_buffers.index(0)"), LONG, DOWN),
     "S of this turn for the next": (only("k_buffers, col, turn + 1,", "k_buffers, col, turn,"), WIDE, ACROSS),
     "V of this turn for the next": (

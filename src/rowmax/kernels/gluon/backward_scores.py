@@ -103,9 +103,12 @@ def _take_given(x, given, turn, CONSUMER: gl.constexpr, BUILD: gl.constexpr):
 @gluon.jit
 def weights_of(
     s, lse, given, row, turn, ranges, notes, band, scale_log2, dtype: gl.constexpr, CONSUMER: gl.constexpr, BUILD: gl.constexpr,
-    HIDES: gl.constexpr = True,
+    HIDES: gl.constexpr = True, LOADED: gl.constexpr = False,
 ):  # fmt: skip
-    """`(weights, p)`: P as the first factor of dV, and what dP - delta is to be multiplied with. lse: in shared memory."""
+    """`(weights, p)`: P as the first factor of dV, and what dP - delta is to be multiplied with.
+
+    lse: in shared memory, unless it was `LOADED`.
+    """
     _turns, _row, full, full_end = ranges
     edge = False
     if HIDES:
@@ -118,7 +121,8 @@ def weights_of(
         x = s * scale_log2
         if BUILD.GIVEN != "":
             x = _take_given(x, given, turn, CONSUMER, BUILD)
-        lse = lse.load(column_layout(s.type.layout))
+        if not LOADED:
+            lse = lse.load(column_layout(s.type.layout))
         if BUILD.ALIBI == "":
             p = gl.exp2(x - gl.expand_dims(lse, 0))
         else:

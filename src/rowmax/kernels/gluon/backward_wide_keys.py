@@ -171,13 +171,19 @@ def _scores_of(buffers, tiles, place, turn, STAGES: gl.constexpr, BLOCK: gl.cons
 
 
 @gluon.jit
-def _weights(s, given, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
+def _lse_of(turn, buffers, BUILD: gl.constexpr):
+    """Of a turn, loaded while S is multiplied: 4% of the backward. Beside a soft-cap there are no registers for it."""
+    lse = buffers[4].index(buffer_of(turn, BUILD.STAGES)).reshape([QUERIES])
+    return lse if BUILD.CAP else lse.load(column_layout(score_layout(QUERIES)))
+
+
+@gluon.jit
+def _weights(s, lse, given, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD: gl.constexpr):
     """P of a turn, given to the other warpgroup, and in 16 bits as the first factor of dV."""
-    q_buffers, _do_buffers, _k_buffers, _v_buffers, lse_buffers, _delta_buffers, shares = buffers
+    q_buffers, _do_buffers, _k_buffers, _v_buffers, _lse_buffers, _delta_buffers, shares = buffers
     row, _line = place_of(turn, line, ranges, BUILD)
-    i = buffer_of(turn, BUILD.STAGES)
-    lse = lse_buffers.index(i).reshape([QUERIES])
-    weights, p = weights_of(s, lse, given, row, turn, ranges, notes, band, scale_log2, q_buffers.dtype, 0, BUILD)
+    LOADED: gl.constexpr = not BUILD.CAP
+    weights, p = weights_of(s, lse, given, row, turn, ranges, notes, band, scale_log2, q_buffers.dtype, 0, BUILD, True, LOADED)
     if BUILD.SHARES < BUILD.STAGES:
         wait_empty(share_ring, turn, BUILD.SHARES)
     shares.index(buffer_of(turn, BUILD.SHARES)).store(_to_own(p))
@@ -204,15 +210,17 @@ def _value_consumer(line, ranges, notes, band, scale_log2, out, given, sources, 
         wait_full(k_ring, row * 0, 1)
         wait_full(q_ring, row * 0, BUILD.STAGES)
         s = warpgroup_mma_wait(0, deps=[_scores_of(k_buffers, q_buffers, row, row * 0, BUILD.STAGES, BUILD.BLOCK_D, BUILD)])
+        lse = _lse_of(row * 0, buffers, BUILD)
         for turn in range(turns - 1):
-            p = _weights(s, given, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+            p = _weights(s, lse, given, turn, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
             dv = _value_gradient(p, dv, turn, do_buffers, do_ring, BUILD)
             wait_full(q_ring, turn + 1, BUILD.STAGES)
             s = _scores_of(k_buffers, q_buffers, turn, turn + 1, BUILD.STAGES, BUILD.BLOCK_D, BUILD)
+            lse = _lse_of(turn + 1, buffers, BUILD)
             dv = warpgroup_mma_wait(1, deps=[dv])
             release(do_ring, turn, BUILD.STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
-        p = _weights(s, given, turns - 1, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
+        p = _weights(s, lse, given, turns - 1, line, ranges, notes, band, scale_log2, buffers, share_ring, BUILD)
         dv = warpgroup_mma_wait(0, deps=[_value_gradient(p, dv, turns - 1, do_buffers, do_ring, BUILD)])
     meet(2)  # nobody reads V any more: dV goes where it was
     _dk_ptr, dv_ptr, _suspect_ptr, heads = out
