@@ -4,7 +4,7 @@ Where threads of an instruction meet in a bank at different addresses, it takes 
 TMA have their own ways to shared memory and are not counted, nor is what a conversion of layouts moves. `stmatrix` and
 `ldmatrix` move matrices of 8 rows of 16 bytes, which are what 32 threads with 4 bytes each would move, from where those would.
 
-Run as a program, with "latent", "forward", "backward" or "wide" and problems, it prints the accesses, a JSON line each.
+Run as a program, with "latent", "forward", "backward" or "wide", problems and tiles, it prints the accesses, a JSON line each.
 """
 
 import json
@@ -18,31 +18,36 @@ pytest.importorskip("triton.experimental.gluon")
 
 LARGE = "b4 h32/8 q1024 k1024"
 PAIRS = ("bias(hqk)", "bias(hqk,fp32)", "mask(bhqk)", "bias(bk)", "mask(bk)")
+# Problems and tiles: "" is the plan's own.
 BUILDS = {
-    "latent": ["b128 h128/1 q1 k8192 d576/512 bf16 causal paged64", "b2 h64/1 q3 k8192 d576/512 fp16 causal paged128"],
+    "latent": [
+        ("b128 h128/1 q1 k8192 d576/512 bf16 causal paged64", "64x64 w4 s8 p132"),
+        ("b2 h64/1 q3 k8192 d576/512 fp16 causal paged128", "64x64 w4 s8 x1"),
+    ],
     "forward": [
-        *(f"{LARGE} d{dim} bf16 causal" for dim in ("24/40", 64, 128, "192/128", 256)),
-        *(f"{LARGE} d{dim} fp16 {pairs}" for dim in (64, 128, 256) for pairs in PAIRS),
+        *((f"{LARGE} d{dim} bf16 causal", "") for dim in ("24/40", 64, 128, "192/128", 256)),
+        *((f"{LARGE} d{dim} fp16 {pairs}", "") for dim in (64, 128, 256) for pairs in PAIRS),
     ],
     "backward": [
-        *(f"{LARGE} d{dim} bf16 causal" for dim in ("24/40", 64, 128)),
-        *(f"{LARGE} d{dim} fp16 {pairs}" for dim in (64, 128) for pairs in PAIRS if (dim, pairs) != (64, "bias(hqk,fp32)")),
+        *((f"{LARGE} d{dim} bf16 causal", "") for dim in ("24/40", 64, 128)),
+        (f"{LARGE} d64 bf16 causal", "128x128 s2 backward ordered"),
+        (f"{LARGE} d128 bf16", "64x128 s2 backward g64 ordered"),
+        *((f"{LARGE} d64 fp16 {pairs}", "") for pairs in PAIRS if "fp32" not in pairs),
+        *((f"{LARGE} d128 fp16 {pairs}", "") for pairs in PAIRS),
     ],
     "wide": [
-        *(f"{LARGE} d{dim} bf16 causal" for dim in ("192/128", 256)),
-        *(f"{LARGE} d{dim} fp16 {pairs}" for dim in ("192/128", 256) for pairs in PAIRS),
+        *((f"{LARGE} d{dim} bf16 causal", "") for dim in ("192/128", 256)),
+        *((f"{LARGE} d{dim} fp16 {pairs}", "") for dim in ("192/128", 256) for pairs in PAIRS),
     ],
 }
-TILES = {"latent": ("64x64 w4 s8 p132", "64x64 w4 s8 x1")}
 # Accesses that must be among those of some kernel: what is stored for TMA or others, and what is loaded from there.
 EXPECTED = {
     "latent": {"store _give_weights", "load _multiplier"},
     "forward": {"store _store_by_tma", "load take_given"},
-    "backward": {"store _consumer", "store _store", "load _take_given"},
+    "backward": {"store _consumer", "store _add", "store lay_down", "store _store", "load _take_given"},
     "wide": {"store _weights", "load _key_gradient", "load _take_given", "load _take_given_rows"},
 }
-
-DQ = {"store _add", "store lay_down"}  # takes two passes for one
+DQ = {"store _add", "store lay_down"}  # take two passes for one
 
 
 def accesses_of(arguments: list[str]) -> list[dict]:
@@ -54,7 +59,7 @@ def accesses_of(arguments: list[str]) -> list[dict]:
 
 @pytest.mark.parametrize("kind", BUILDS)
 def test_no_conflicts(kind):
-    found = accesses_of([__file__, kind, *BUILDS[kind]])
+    found = accesses_of([__file__, kind, *(word for build in BUILDS[kind] for word in build)])
     assert {access["access"] for access in found} >= EXPECTED[kind]
     wrong = [access for access in found if access["conflicts"] and access["access"] not in DQ]
     assert not wrong, f"threads meet in a bank: {wrong}"
@@ -69,7 +74,7 @@ from triton.experimental.gluon import language as gl
 from rowmax.kernels.gluon import given, layouts
 
 layouts.given_layout = lambda *_: gl.NVMMASharedLayout({swizzle}, 32, rank=4)
-sys.argv = ["", "forward", "{LARGE} d128 bf16 bias(hqk,fp32)"]
+sys.argv = ["", "forward", "{LARGE} d128 bf16 bias(hqk,fp32)", ""]
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 runpy.run_path({__file__!r}, run_name="__main__")
 """
@@ -95,8 +100,8 @@ def watch(kind: str):
     def note(semantic, name, value, buffer):
         if len(value.shape) > 1:  # a slice has the banks of the whole
             whole = gl.shared_memory_descriptor_type(value.element_ty, value.shape, buffer.layout, value.shape)
-            tile = f"{value.element_ty} {list(value.shape)}"
-            accesses.add((f"{name} {_function()}", tile, semantic.bank_conflicts(value, whole)))
+            shape = f"{value.element_ty} {list(value.shape)}"
+            accesses.add((f"{name} {_function()}", shape, semantic.bank_conflicts(value, whole)))
 
     def load(semantic, buffer, layout, load=GluonSemantic.shared_load):
         value = load(semantic, buffer, layout)
@@ -132,20 +137,20 @@ def _function() -> str:
     return frame.f_locals["self"].function_name.split("__")[0].rsplit(".", 1)[-1] if frame else ""
 
 
-def main(kind: str, *problems: str) -> None:
+def main(kind: str, *builds: str) -> None:
     import contextlib
     import io
 
     accesses, compile_all = watch(kind)
-    for i, problem in enumerate(problems):
+    for problem, tile in zip(builds[::2], builds[1::2], strict=True):
         accesses.clear()
         with contextlib.redirect_stdout(io.StringIO()):
             if kind == "wide":
                 compile_all(problem)
             else:
-                compile_all(problem, TILES[kind][i % 2] if kind in TILES else "")
-        for access, tile, conflicts in sorted(accesses):
-            said = {"problem": problem, "access": access, "tile": tile, "conflicts": conflicts}
+                compile_all(problem, tile)
+        for access, shape, conflicts in sorted(accesses):
+            said = {"problem": problem, "tile": tile, "access": access, "shape": shape, "conflicts": conflicts}
             print(json.dumps(said), flush=True)
 
 

@@ -45,6 +45,7 @@ BUILDS = {
             ("d128 bf16 causal softcap=50.0", ""),
             ("d128 bf16 causal alibi", ""),
             ("d128 bf16 causal bias(hqk)", ""),
+            ("d128 bf16 causal bias(hqk,fp32)", ""),
             ("d128 fp16 mask(bhqk) softcap=20.0 sink", ""),
             ("d128 bf16 causal bias(bk,fp32)", ""),
             ("d128 bf16 causal dropout=0.1", ""),
