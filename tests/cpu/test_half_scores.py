@@ -7,7 +7,7 @@ import torch
 
 from rowmax import Problem, attention, testing
 from rowmax.cpu import half_scores
-from rowmax.cpu.blocks import Geometry
+from rowmax.cpu.blocks import MATMUL, Geometry
 from rowmax.mask import Band
 
 CAUSAL = Problem.parse("b1 h2 q600 k600 d64 bf16 causal")
@@ -17,6 +17,7 @@ CAUSAL = Problem.parse("b1 h2 q600 k600 d64 bf16 causal")
 def _short_sequences_too(monkeypatch):
     monkeypatch.setattr(half_scores, "_LEAST_SCORES", 0)
     monkeypatch.setattr(half_scores, "_LEAST_AVERAGE", 0)
+    monkeypatch.delitem(MATMUL, torch.bfloat16, raising=False)  # as on a CPU that multiplies bf16
 
 
 @pytest.fixture
@@ -210,3 +211,20 @@ def test_values_far_above_the_others_are_noticed_in_any_head():
     assert not half_scores.even(values)
     values[1, 0, 7, 3] = math.nan
     assert not half_scores.even(values)
+
+
+@pytest.mark.parametrize("text", ["b1 h4/2 q600 k600 d64 bf16 causal", "b2 h2 q300 k500 d40/24 bf16 window(100,9)"])
+def test_a_cpu_without_products_of_bf16_takes_those_of_fp32(monkeypatch, taken, text):
+    """There torch multiplies bf16 60 times as slowly."""
+    monkeypatch.setitem(MATMUL, torch.bfloat16, torch.float32)
+    kinds, original = set(), torch.bmm
+
+    def bmm(a, b, **options):
+        kinds.add(a.dtype)
+        return original(a, b, **options)
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    report = testing.check(Problem.parse(text))
+    assert report.ok, str(report)
+    assert kinds == {torch.float32}
+    assert not taken

@@ -48,7 +48,7 @@ def test_machine_code(kind, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 4 * len(STRUCTURES[kind])
+    assert len(found) == (4 if kind == "plain" else 2) * len(STRUCTURES[kind])
     for facts in found:
         assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
         if facts["kernel"] == "repair":  # normally it does not run, and may spill
@@ -99,6 +99,8 @@ def main(*texts: str) -> None:
         calls = wide_backward_calls(problem, Operands(q, k, v, cu, cu, slopes, None, *made), tile, out, lse, out, lse, q, k, v)
         planned = dict(zip(("keys", "queries"), shared_bytes(problem, tile), strict=True))
         for name, call in zip(("prepare", "keys", "queries", "repair"), calls, strict=True):
+            if name in ("prepare", "repair") and not problem.plain:  # but for a rare part as with plain scores
+                continue
             facts, listing = compiled(call, (9, 0))
             code, labels = instructions(listing)
             counts = collections.Counter(word.split(".")[0] for _, word, _ in code)

@@ -73,7 +73,7 @@ def tiled(problem, operands, out, lse, grad_out, grad_lse, needs, tile):
         cut = is_cut(problem, tile, whole, "backward")
         # Pieces meet where their keys overlap, and are added up there; head after head, so that long stretches are.
         sums = [_by_head(scratch, f"sum{i}", t, compute).zero_() for i, t in enumerate(cols[2:])] if cut else cols[2:]
-        try_half = problem.dtype == torch.bfloat16 and problem.plain and problem.windowed
+        try_half = problem.dtype == torch.bfloat16 and torch.bfloat16 not in MATMUL and problem.plain and problem.windowed
         try_half = try_half and half_scores.worth_it(whole, rows[0].shape[0] * problem.heads_q, "backward")
         try_half = try_half and half_scores.bounded(rows[0], cols[0], problem.scale)
         for piece in pieces(cut, problem.band, number, rows, [*cols[:2], *sums]):

@@ -22,6 +22,8 @@ from rowmax.plan.tile import early, key_ranges
 COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # The type of the large matmuls whose operands (P, dS) may be rounded: bf16 has fast ones, and fp32 sums inside.
 MATMUL = {torch.float16: torch.float32}
+if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # no AVX-512, say: torch then multiplies bf16 60 times as slowly as fp32
+    MATMUL[torch.bfloat16] = torch.float32
 
 
 _ALIGNMENT = 64  # bytes; torch's own memory begins there

@@ -50,6 +50,7 @@ def tiled(problem, operands, tile, need_lse, exact=False):
         # A bias or a sink may be far from the scores, which then need a pivot; and nothing but them may be rounded.
         bounded = problem.plain and half_scores.bounded(rows[0], cols[0], problem.scale)
         try_half = bounded and not need_lse and problem.dtype == torch.bfloat16 and problem.windowed
+        try_half = try_half and torch.bfloat16 not in MATMUL
         geometry = Geometry(rows[0].shape[1], cols[0].shape[1], problem.band)
         try_half = try_half and half_scores.worth_it(geometry, rows[0].shape[0] * problem.heads_q)
         cut = is_cut(problem, tile, geometry)
