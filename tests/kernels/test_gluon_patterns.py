@@ -184,8 +184,8 @@ BACKWARD_MUTANTS = {
     "key tiles before the gap are not waited for": (BEHIND, "gl.maximum(tile - first // BLOCK_N, 0)", FIRST_SINKS, ORDERED_64),
     "those before the gap wait as others do": (BEHIND, BEHIND[29:-1], FIRST_SINKS, ORDERED_64),
     "dQ of first keys left out": (
-        "early + gl.cdiv(end - start, BLOCK_N), 0)",
-        "gl.cdiv(end - start, BLOCK_N), 0)",
+        "early + gl.cdiv(end - start, BUILD.BLOCK_N), 0)",
+        "gl.cdiv(end - start, BUILD.BLOCK_N), 0)",
         SINKS_256,
         WIDE,
     ),
