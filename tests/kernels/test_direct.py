@@ -47,7 +47,7 @@ def test_what_reaches_the_driver(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"LD_LIBRARY_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, __file__, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     every = [json.loads(line) for line in done.stdout.splitlines()]
     found = [facts for facts in every if "of backward" not in facts]

@@ -45,7 +45,7 @@ def test_machine_code(kind, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, __file__, *(f"{LARGE} {structure}" for structure in STRUCTURES[kind])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == (4 if kind == "plain" else 2) * len(STRUCTURES[kind])

@@ -51,7 +51,7 @@ EXPECTED = {
 
 def accesses_of(arguments: list[str]) -> list[dict]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

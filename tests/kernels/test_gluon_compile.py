@@ -90,7 +90,7 @@ def test_machine_code(dim, tmp_path):
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     arguments = [word for structure, tile in BUILDS[dim] for word in (f"{LARGE} {structure}", tile)]
     command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) > len(BUILDS[dim])
