@@ -231,14 +231,18 @@ MUTANTS = {
     "K of another sequence": (only("col = begin + key_tile_start", "col = key_tile_start"), PACKED, QUEUE),
     "Q of another sequence": (only("told(slots, round, SLOTS, BEGIN_Q) + "), PACKED, QUEUE),
     "K from the first key on": (only("turns - 1 - j, start, band", "turns - 1 - j, 0 * start, band"), WIDE, STATIC),
-    "columns from 0 on": (only("col = key_tile_start(key_tile, ", "col = key_tile_start(key_tile, 0 * "), WIDE, STATIC),
-    "rows of the first consumer": (
-        only("SLOTS, ROW) + CONSUMER * ROWS\n            col", "SLOTS, ROW)\n            col"),
-        CAUSAL,
+    "columns from 0 on": (
+        only("return row, key_tile_start(key_tile, ", "return row, key_tile_start(key_tile, 0 * "),
+        WIDE,
         STATIC,
     ),
+    "rows of the first consumer": (only("row = CONSUMER * ROWS + told(", "row = told("), CAUSAL, STATIC),
     "stores of the first consumer": (only("SLOTS, ROW) + CONSUMER * ROWS\n    head", "SLOTS, ROW)\n    head"), CAUSAL, STATIC),
-    "lengths of the whole tensor": (only("                len_k = told(slots, round, SLOTS, LEN_K)\n"), UNEVEN, QUEUE),
+    "lengths of the whole tensor": (
+        only("        len_k = told(slots, round, SLOTS, LEN_K)\n    row = CONSUMER", "    row = CONSUMER"),
+        UNEVEN,
+        QUEUE,
+    ),
     # skipped key tiles
     "skipped K not given back": (only(SKIP_K[1]), DIAGONAL, SKIPS),
     "skipped V not given back": (only(SKIP_V[1]), DIAGONAL, SKIPS),
@@ -315,7 +319,7 @@ MUTANTS = {
         STATIC,
         "probe",
     ),
-    "aligned to the top left": (only("row, col, len_k, len_k - len_q, band,", "row, col, len_k, 0, band,"), CAUSAL, STATIC),
+    "aligned to the top left": (only("own_k - own_q, band, float", "0, band, float"), CAUSAL, STATIC),
     "no mask at the left edge": (only(EDGES, "key_tile >= end"), WIDE, STATIC),
     "no mask at the right edge": (only(EDGES, "key_tile < first"), CAUSAL, STATIC),
     "masks of the first key tile alone": (only("if FIRST or BUILD.BANDED:", "if FIRST:"), CAUSAL, STATIC),

@@ -62,9 +62,8 @@ def test_weights_that_are_no_normal_numbers_are_zero_and_the_rule_knows():
     assert report.ok, str(report)
 
 
-def test_hidden_keys_have_no_say_in_how_a_cap_is_computed():
-    """Bit by bit: a large score that a query does not see changes nothing."""
-    problem = Problem.parse("b1 h1 q64 k80 d64 fp16 causal softcap=30.0")
+def hidden_keys_have_no_say(problem, backward) -> None:
+    """A large score that a query does not see changes nothing, bit by bit. `backward`: of all that a gradient is made of."""
     operands = testing.operands(problem)
     out, lse = testing.attend(problem, operands)
     hidden = ~reference.visible(64, 80, *problem.band)[:60].any(0)  # from all rows but the last ones, whose gradient is 0
@@ -74,20 +73,17 @@ def test_hidden_keys_have_no_say_in_how_a_cap_is_computed():
     for keys in (operands.k, operands.k.clone()):
         if found:
             keys[:, hidden] = 1e4
-        given = (problem, operands._replace(k=keys), HopperBackwardTile.parse(WIDE), out, lse, grad_out, grad_lse)
-        found.append(simulate_backward.backward(*given))
-    (dq, dk, dv, _), (dq_again, dk_again, dv_again, _) = found
+        found.append(backward(problem, operands._replace(k=keys), out, lse, grad_out, grad_lse))
+    (dq, dk, dv, *_), (dq_again, dk_again, dv_again, *_) = found
     assert torch.equal(dq[:, :60], dq_again[:, :60])
     assert torch.equal(dk[:, ~hidden], dk_again[:, ~hidden])
     assert torch.equal(dv[:, ~hidden], dv_again[:, ~hidden])
 
 
-@pytest.mark.parametrize("words", ["bf16 causal bias(hqk)", "bf16 bias(hqk,fp32)", "fp16 bias(k)"])
-@pytest.mark.parametrize("value", ["lowest", "infinity"])
-def test_extreme_biases_are_what_the_portable_kernels_take_them_for(words, value):
+def extreme_biases_are_as_in_the_portable_kernels(problem, value: str, backward) -> None:
+    """`value`: "lowest" or "infinity", and the largest number."""
     from rowmax.kernels import launch
 
-    problem = Problem.parse(f"b1 h2 q66 k72 d128 {words}")
     operands = testing.operands(problem)
     if value == "lowest":
         operands.bias.fill_(torch.finfo(operands.bias.dtype).min)[..., 0] = -torch.inf
@@ -95,12 +91,26 @@ def test_extreme_biases_are_what_the_portable_kernels_take_them_for(words, value
         operands.bias[..., 30] = torch.inf
         operands.bias[..., 3] = torch.finfo(operands.bias.dtype).max
     out, lse = testing.attend(problem, operands)
-    given = (problem, operands)
     rest = (out, lse, *testing.cotangents(problem))
-    *grads, _ = simulate_backward.backward(*given, HopperBackwardTile.parse(PLAIN), *rest)
     portable = plan(problem, H200, direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
-    for mine, theirs in zip(grads, launch.backward(*given, *rest, (True,) * 3, portable), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-6)
+    theirs = launch.backward(problem, operands, *rest, (True,) * 3, portable)
+    for one, other in zip(backward(problem, operands, *rest)[:3], theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+
+
+def backward_by(tile: str):
+    return lambda problem, operands, *rest: simulate_backward.backward(problem, operands, HopperBackwardTile.parse(tile), *rest)
+
+
+def test_hidden_keys_have_no_say_in_how_a_cap_is_computed():
+    hidden_keys_have_no_say(Problem.parse("b1 h1 q64 k80 d64 fp16 causal softcap=30.0"), backward_by(WIDE))
+
+
+@pytest.mark.parametrize("words", ["bf16 causal bias(hqk)", "bf16 bias(hqk,fp32)", "fp16 bias(k)"])
+@pytest.mark.parametrize("value", ["lowest", "infinity"])
+def test_extreme_biases_are_what_the_portable_kernels_take_them_for(words, value):
+    problem = Problem.parse(f"b1 h2 q66 k72 d128 {words}")
+    extreme_biases_are_as_in_the_portable_kernels(problem, value, backward_by(PLAIN))
 
 
 # ---- mutants -----------------------------------------------------------------------------------------------------------------

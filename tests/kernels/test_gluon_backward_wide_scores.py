@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from rowmax import Device, Problem, plan, reference, testing
+from rowmax import Device, Problem, plan, testing
 
 pytest.importorskip("triton.experimental.gluon")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import simulate_backward_wide
 from gluon_mutants import only
+from test_gluon_backward_scores import extreme_biases_are_as_in_the_portable_kernels, hidden_keys_have_no_say
 from test_gluon_backward_wide_simulation import ACROSS, DOWN, fails, non_finite, run, tile_of
 
 from rowmax.plan.hopper_wide import SHARED_BYTES, given_stages, shared_bytes, shares
@@ -64,25 +65,12 @@ def test_scores_that_are_bent_or_given_reach_the_gradients(text, kind):
     assert not bool((marks == 1).any()), "finite operands, yet something is computed once more"
 
 
+def backward(problem, operands, *rest):
+    return simulate_backward_wide.backward(problem, operands, tile_of(problem), *rest)
+
+
 def test_hidden_keys_have_no_say_in_how_a_cap_is_computed():
-    """Bit by bit: a large score that a query does not see changes nothing."""
-    problem = Problem.parse("b1 h1 q64 k80 d136 fp16 causal softcap=30.0")
-    operands = testing.operands(problem)
-    out, lse = testing.attend(problem, operands)
-    hidden = ~reference.visible(64, 80, *problem.band)[:60].any(0)  # from all rows but the last ones, whose gradient is 0
-    grad_out, grad_lse = testing.cotangents(problem)
-    grad_out[:, 60:], grad_lse[..., 60:] = 0.0, 0.0
-    found = []
-    for keys in (operands.k, operands.k.clone()):
-        if found:
-            keys[:, hidden] = 1e4
-        found.append(
-            simulate_backward_wide.backward(problem, operands._replace(k=keys), tile_of(problem), out, lse, grad_out, grad_lse)
-        )
-    (dq, dk, dv, *_), (dq_again, dk_again, dv_again, *_) = found
-    assert torch.equal(dq[:, :60], dq_again[:, :60])
-    assert torch.equal(dk[:, ~hidden], dk_again[:, ~hidden])
-    assert torch.equal(dv[:, ~hidden], dv_again[:, ~hidden])
+    hidden_keys_have_no_say(Problem.parse("b1 h1 q64 k80 d136 fp16 causal softcap=30.0"), backward)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
@@ -100,21 +88,8 @@ def test_a_value_that_is_not_finite_reaches_what_sees_it_and_nothing_else(where,
 @pytest.mark.parametrize("words", ["bf16 causal bias(hqk)", "bf16 bias(hqk,fp32)", "fp16 bias(k)"])
 @pytest.mark.parametrize("value", ["lowest", "infinity"])
 def test_extreme_biases_are_what_the_portable_kernels_take_them_for(words, value):
-    from rowmax.kernels import launch
-
     problem = Problem.parse(f"b1 h2 q66 k72 d136 {words}")
-    operands = testing.operands(problem)
-    if value == "lowest":
-        operands.bias.fill_(torch.finfo(operands.bias.dtype).min)[..., 0] = -torch.inf
-    else:
-        operands.bias[..., 30] = torch.inf
-        operands.bias[..., 3] = torch.finfo(operands.bias.dtype).max
-    out, lse = testing.attend(problem, operands)
-    rest = (out, lse, *testing.cotangents(problem))
-    *grads, _, _ = simulate_backward_wide.backward(problem, operands, tile_of(problem), *rest)
-    portable = plan(problem, H200, direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
-    for mine, theirs in zip(grads, launch.backward(problem, operands, *rest, (True,) * 3, portable), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-6)
+    extreme_biases_are_as_in_the_portable_kernels(problem, value, backward)
 
 
 # ---- mutants -----------------------------------------------------------------------------------------------------------------
@@ -129,8 +104,8 @@ FREE = "    release_read(ring, turn, BUILD.GIVEN_STAGES, CONSUMER, CONSUMERS)\n"
 PLACE_OF_P = "shares.index(buffer_of(turn, BUILD.SHARES))"
 READ_P = f"    p = gl.convert_layout(_from_own({PLACE_OF_P}.load(own_layout())), score_layout(QUERIES))\n"
 OWN_ROW = "row = _note(notes, COL) + CONSUMER * ROWS\n    if BUILD.CAP"
-NEXT_COL = "col + BUILD.BLOCK_N, turn + 1, ranges"
-COLUMN = "start + turn * BUILD.BLOCK_N)\n                fetch"
+NEXT_COL = "next_col = key_tile_start(turn + 1,"
+COLUMN = "_note(notes, COL), col - begin)"
 IF_ONE, FREE_P = "    if BUILD.SHARES < BUILD.STAGES:\n", "        release(share_ring, turn, BUILD.SHARES)\n"
 # name -> (replacements, problem, kernel)
 MUTANTS = {
@@ -141,8 +116,8 @@ MUTANTS = {
     "hidden keys are no lower than others": (only("band, LOWEST)", "band, 0.0)"), CAPPED, ACROSS),
     "nothing hidden under a cap": (only("edge = (col < full) | (col >= full_end)", "edge = col < 0"), CAPPED, ACROSS),
     "hidden from the first consumer's rows": (only(OWN_ROW, OWN_ROW.replace(" + CONSUMER * ROWS", "")), CAPPED, ACROSS),
-    "keys of the turn before": (only(NEXT_COL, NEXT_COL.replace(" + BUILD.BLOCK_N", "")), CAPPED, ACROSS),
-    "slopes at the keys of the turn before": (only(NEXT_COL, NEXT_COL.replace(" + BUILD.BLOCK_N", "")), SLOPED, ACROSS),
+    "keys of the turn before": (only(NEXT_COL, NEXT_COL.replace(" + 1", "")), CAPPED, ACROSS),
+    "slopes at the keys of the turn before": (only(NEXT_COL, NEXT_COL.replace(" + 1", "")), SLOPED, ACROSS),
     "slopes of the first consumer's rows": (only(OWN_ROW, OWN_ROW.replace(" + CONSUMER * ROWS", "")), AROUND, ACROSS),
     "rows of a tile as one": (only("rows = slope * along", "rows = 0.0 * along"), SLOPED, ACROSS),
     "keys ahead as keys behind": (only('if BUILD.ALIBI == "around"', "if False"), AROUND, ACROSS),
@@ -158,7 +133,7 @@ MUTANTS = {
     "buffers side by side": (only("c, CONSUMERS, BUILD.GIVEN_APART)", "c, CONSUMERS, 1)"), KEYS, ACROSS),
     "read side by side": (only("CONSUMER, CONSUMERS) * BUILD.GIVEN_APART", "CONSUMER, CONSUMERS)"), KEYS, ACROSS),
     "given for the first consumer's rows": (only("own = row + c * ROWS if", "own = row if"), EACH, ACROSS),
-    "given for the first keys": (only(COLUMN, COLUMN.replace(" + turn * BUILD.BLOCK_N", "")), EACH, ACROSS),
+    "given for the first keys": (only(COLUMN, COLUMN.replace("col - begin", "start")), EACH, ACROSS),
     "given for the first head": (only("head * BUILD.GIVEN_HEAD", "head * 0"), EACH, ACROSS),
     "given for the first sequence": (only("to = (b * BUILD.GIVEN_BATCH", "to = (b * 0"), EACH, ACROSS),
     "fetched for who does not take it": (only("if c > 0 or both", "if True"), BELOW, ACROSS),
@@ -226,7 +201,7 @@ def test_what_is_given_for_pairs_takes_the_room_of_keys_and_of_p(words, tile, pl
         ("h16 d256 softcap=50.0 mask(bk)", "a soft-cap without ALiBi, biases and masks only"),
         ("h16 d256 bias(hqk) mask(bk)", "a bias or a mask, not both"),
         ("h512/1 d256 alibi", "bytes of shared memory"),
-        ("h16 d256 dropout=0.1", "its backward computes no dropout"),
+        ("h16 d256 dropout=0.1", "its backward computes dropout up to 128 dimensions only"),
     ],
 )
 def test_what_it_refuses(words, reason):

@@ -4,11 +4,10 @@ from typing import Any, Optional
 
 import torch
 
-from rowmax.kernels.hopper_forward import GUARDED_FLAGS, TMA_BYTES, _descriptor, alibi_of, given_descriptor, given_of
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor, alibi_of, given_descriptor, given_of
 from rowmax.kernels.launch import Call, _bounded, _cap, _given, _padded, _programs, _row_tiles, _strides
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
-from rowmax.plan.hopper import given_bytes
 from rowmax.plan.hopper_backward import KEYS, HopperBackwardTile, given_stages, misfit, padded_dims, slots
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
@@ -71,7 +70,7 @@ def hopper_backward_calls(
         *(tile.block_m, block_d, block_dv, tile.stages, tile.block_n // KEYS, *tile.registers()),
         *(alibi_of(problem), problem.alibi == "batch", tile.ordered, slots(problem, tile), hides),
         *(problem.dropout > 0, problem.softcap > 0),
-        *_given_build(problem, operands, tile),
+        *given_of(problem, operands, tile.block_m, KEYS, given_stages(problem, tile)),
     )
     pairs = _given(problem, operands)
     numbers = (
@@ -98,13 +97,6 @@ def hopper_backward_calls(
     )
     finish = Call(finish_kernel, programs + -(-flags // flags_each), tensors, numbers, Tile(ROWS, 1, 4, 1))
     return prepare, backward, finish
-
-
-def _given_build(problem: Problem, operands: Operands, tile: HopperBackwardTile) -> tuple:
-    """For a `Build`: what is given for pairs, and its tiles."""
-    name, rows, own_b, own_h = given_of(problem, operands, tile.block_m)
-    apart = max(TMA_BYTES // (rows * KEYS * given_bytes(problem)), 1)
-    return name, rows, own_b, own_h, given_stages(problem, tile), apart
 
 
 def _row_programs(problem: Problem) -> tuple[int, int]:

@@ -5,10 +5,9 @@ from typing import Optional
 import torch
 
 from rowmax.kernels.backward_launch import MADE, _line_descriptor, prepare_call
-from rowmax.kernels.hopper_forward import GUARDED_FLAGS, TMA_BYTES, _descriptor, alibi_of, given_descriptor, given_of
+from rowmax.kernels.hopper_forward import GUARDED_FLAGS, _descriptor, alibi_of, given_descriptor, given_of
 from rowmax.kernels.launch import Call, _bounded, _cap, _given, _padded, _programs, _row_tiles, _strides
 from rowmax.numerics import LOG2E
-from rowmax.plan.hopper import given_bytes
 from rowmax.plan.hopper_wide import KEYS, QUERIES, HopperWideTile, given_stages, misfit, padded_dims, shares, value_stages
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
@@ -73,7 +72,7 @@ def _keys(problem: Problem, operands: Operands, tile: HopperWideTile, grad_out, 
     members = _together(problem, tile, problem.len_q, problem.max_len_q, problem.heads_k)
     build = Build(
         *(problem.packed, problem.group, problem.dim_qk, problem.dim_v, block_d, block_dv, tile.stages, *tile.registers()),
-        *(*_bent(problem), *_given_build(problem, operands, KEYS, given_stages(problem, tile)[0]), shares(problem, tile)),
+        *(*_bent(problem), *given_of(problem, operands, KEYS, KEYS, given_stages(problem, tile)[0]), shares(problem, tile)),
     )
     numbers = (
         *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, problem.heads_k, tiles, members),
@@ -95,12 +94,12 @@ def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_ou
         _descriptor(dq, CONSUMER_ROWS, block_d),
     )
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
-    heads = problem.heads_q
+    heads, (_, stages) = problem.heads_q, given_stages(problem, tile)
     members = _together(problem, tile, problem.len_k, problem.max_len_k, heads // problem.group) * problem.group
     build = Build(
         *(problem.packed, problem.group, problem.dim_qk, tile.block_n, block_d, block_dv),
         *(tile.stages, value_stages(problem, tile)),
-        *(*tile.registers(), *_bent(problem), *_given_build(problem, operands, tile.block_n, given_stages(problem, tile)[1])),
+        *(*tile.registers(), *_bent(problem), *given_of(problem, operands, CONSUMER_ROWS, tile.block_n, stages)),
     )
     numbers = (
         *(problem.scale * LOG2E, _cap(problem), _bounded(problem), problem.batch, heads, tiles, members),
@@ -114,12 +113,6 @@ def _queries(problem: Problem, operands: Operands, tile: HopperWideTile, grad_ou
 def _bent(problem: Problem) -> tuple[str, bool, bool]:
     """For a `Build`: ALiBi, whose slopes each sequence may have of its own, and a soft-cap."""
     return alibi_of(problem), problem.alibi == "batch", problem.softcap > 0
-
-
-def _given_build(problem: Problem, operands: Operands, keys: int, stages: int) -> tuple:
-    """For a `Build`: what is given for pairs, and its tiles."""
-    name, rows, own_b, own_h = given_of(problem, operands)
-    return name, rows, own_b, own_h, stages, max(TMA_BYTES // (rows * keys * given_bytes(problem)), 1)
 
 
 def _together(problem: Problem, tile: HopperWideTile, length: int, longest: Optional[int], heads: int) -> int:

@@ -25,7 +25,8 @@ from rowmax.kernels.launch import (
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan.hopper import ROWS as CONSUMER_ROWS
-from rowmax.plan.hopper import HopperTile, cap_factor, given_bytes, given_stages, out_columns, padded_dims, steady_for
+from rowmax.plan.hopper import HopperTile, cap_factor, given_stages, out_columns, padded_dims, steady_for
+from rowmax.plan.hopper_backward import number_bytes
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
@@ -138,14 +139,15 @@ def hopper_calls(problem: Problem, operands: Operands, tile: HopperTile, out, ls
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else SMS
     banded, skips = _hidden(problem, tile, problem.packed and cu_seqlens_q is cu_seqlens_k)
     prescale, cap = _scored(problem)
-    kind, rows, own_b, own_h = given_of(problem, operands)
-    apart = max(TMA_BYTES // (rows * tile.block_n * given_bytes(problem)), 1)
+    kind, rows, own_b, own_h, stages, apart = given_of(
+        problem, operands, CONSUMER_ROWS, tile.block_n, given_stages(problem, tile)
+    )
     build = Build(
         *(problem.packed, lse is not None, problem.group, problem.dim_v, tile.block_n, block_d, block_d2, block_dv, block_o),
         *(banded, skips, prescale, cap is not None, problem.softcap >= SHORT_CAP, tile.steady and steady_for(problem, banded)),
         *(alibi_of(problem), problem.sink, problem.alibi == "batch"),
         kind,
-        *(rows, own_b, own_h, given_stages(problem, tile), apart),
+        *(rows, own_b, own_h, stages, apart),
         problem.dropout > 0,
         *(tile.stages, tile.q_stages, tile.consumers),
         *(tile.pingpong, tile.lazy),
@@ -234,13 +236,17 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(tensor, shape, strides, [1, rows, 1, columns], layout)
 
 
-def given_of(problem: Problem, operands: Operands, rows: int = CONSUMER_ROWS) -> tuple[str, int, int, int]:
-    """For a `Build`: bias or mask, rows of a tile, and what has its own. A dimension of stride 0 is taken as one of size 1."""
-    if not problem.pairs:
-        return "", 1, 0, 0
-    name, tensor = ("bias", operands.bias) if problem.bias else ("mask", operands.mask)
-    own_b, own_h, own_q, _ = _own(tensor)
-    return name, rows if own_q else 1, int(own_b), int(own_h)
+def given_of(problem: Problem, operands: Operands, rows: int, keys: int, stages: int) -> tuple:
+    """For a `Build`: bias or mask, rows of a tile, what has its own, tiles in flight, and those from one buffer to the next.
+
+    A dimension of stride 0 is taken as one of size 1.
+    """
+    name, own_b, own_h, own_q = "", False, False, False
+    if problem.pairs:
+        name, tensor = ("bias", operands.bias) if problem.bias else ("mask", operands.mask)
+        own_b, own_h, own_q, _ = _own(tensor)
+    rows = rows if own_q else 1
+    return name, rows, int(own_b), int(own_h), stages, max(TMA_BYTES // (rows * keys * number_bytes(problem)), 1)
 
 
 def _own(tensor) -> list[bool]:

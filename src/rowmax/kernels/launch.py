@@ -205,15 +205,8 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
         *(*none, _strides(q), _strides(k), _strides(v), _strides(out), *given[3:]),
         *(problem.scale * LOG2E, _cap(problem)),
         *(_bounded(problem), problem.batch, problem.heads_q, tiles, problem.len_q, problem.len_k),
-        *(
-            *_constants(problem, tile),
-            _prescaled(problem),
-            tile.stages,
-            tile.descriptors,
-            problem.alibi == "batch",
-            function,
-            count,
-        ),
+        *(*_constants(problem, tile), _prescaled(problem), tile.stages, tile.descriptors, problem.alibi == "batch"),
+        *(function, count),
     )
     return Call(forward_kernel, _programs(problem, tiles, problem.heads_q), tensors, numbers, tile)
 
@@ -341,10 +334,7 @@ def launch_all(device: torch.device, calls: Sequence[Call]) -> list:
 
 def _launch(device: torch.device, call: Call) -> Any:
     """Run it; returns the launcher of the compiled kernel (None under the interpreter)."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch_here(device, call)
-    return _launch_here(device, call)
+    return launch_all(device, (call,))[0]
 
 
 # What a build depends on -> the launcher of a compiled kernel. Triton's own lookup inspects every argument on every call: 21 us
@@ -363,8 +353,10 @@ def _options(call: Call) -> dict:
 
 def _build_together(device: torch.device, calls: Sequence[Call]) -> None:
     """Compile what is new side by side: a kernel takes seconds, most of them in LLVM and ptxas, beside Python."""
+    if triton.knobs.runtime.interpret or len(calls) < 2:
+        return
     new = [call for call in calls if _build_key(device, call) not in _builds]
-    if triton.knobs.runtime.interpret or len(new) < 2:
+    if len(new) < 2:
         return
 
     def build(call: Call) -> None:

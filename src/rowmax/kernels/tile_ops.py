@@ -62,10 +62,19 @@ def key_ranges(row, last, len_k, shift, band, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def early_tiles(start, band, BLOCK_N: tl.constexpr):
+    """Key tiles of `early` of `key_ranges`, in front of the gap before `start`."""
+    if band.__len__() > 2:
+        return tl.cdiv(tl.minimum(early_keys(start, band), start), BLOCK_N)
+    else:
+        return 0
+
+
+@triton.jit
 def key_tile_start(number, start, band, BLOCK_N: tl.constexpr):
     """Where a key tile of `key_ranges` starts, counted from the first one that is walked over: those of `early` come first."""
     if band.__len__() > 2:
-        early = tl.cdiv(tl.minimum(early_keys(start, band), start), BLOCK_N)
+        early = early_tiles(start, band, BLOCK_N)
         return tl.where(number < early, 0, start - early * BLOCK_N) + number * BLOCK_N
     else:
         return start + number * BLOCK_N

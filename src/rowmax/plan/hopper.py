@@ -18,7 +18,7 @@ from rowmax.errors import ProblemError
 from rowmax.mask import Band
 from rowmax.numerics import LOG2E
 from rowmax.plan import hopper_backward, hopper_wide
-from rowmax.plan.hopper_backward import HopperBackwardTile
+from rowmax.plan.hopper_backward import HopperBackwardTile, given_letters, number_bytes
 from rowmax.plan.hopper_wide import HopperWideTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
@@ -178,32 +178,22 @@ def _refuses_pairs(problem: Problem) -> Optional[str]:
     if len(names) > 1:
         return "takes a bias or a mask, not both"
     (name,) = names
-    if "k" not in _pairs_of(problem):
+    if "k" not in given_letters(problem):
         return f"takes a {name} whose last dimension is that of the keys; this one has a number for all of them"
     return None
-
-
-def _pairs_of(problem: Problem) -> str:
-    """Letters of what a bias or a mask is given for."""
-    return (problem.bias or problem.mask).split(",")[0]
 
 
 def unaligned_pairs(problem: Problem, aligned: Optional[bool]) -> Optional[str]:
     """Why TMA does not take the rows of a bias or a mask. `aligned`: they are; None: they are contiguous."""
     if aligned is None:
-        aligned = _pairs_of(problem) in ("", "k") or problem.len_k * given_bytes(problem) % 16 == 0
+        aligned = given_letters(problem) in ("", "k") or problem.len_k * number_bytes(problem) % 16 == 0
     if aligned or not problem.pairs:
         return None
-    name, least = "bias" if problem.bias else "mask", 16 // given_bytes(problem)
+    name, least = "bias" if problem.bias else "mask", 16 // number_bytes(problem)
     return (
         f"TMA takes a {name} whose rows start at multiples of 16 bytes and whose keys are neighbours: allocate rows of a "
         f"multiple of {least} numbers, and pass a slice of the first {problem.len_k}"
     )
-
-
-def given_bytes(problem: Problem) -> int:
-    """Of one number of a bias or a mask."""
-    return (4 if "," in problem.bias else 2) if problem.bias else 1
 
 
 def given_stages(problem: Problem, tile: HopperTile) -> int:
@@ -276,8 +266,8 @@ def _shared_bytes(problem: Problem, tile: HopperTile, columns: int, given: int =
     keys = tile.stages * tile.block_n * (first + second + dim_v)
     pairs = 0
     if problem.pairs:
-        rows = tile.block_m if "q" in _pairs_of(problem) else tile.consumers
-        pairs = given * max(rows * tile.block_n * given_bytes(problem), tile.consumers * 128)
+        rows = tile.block_m if "q" in given_letters(problem) else tile.consumers
+        pairs = given * max(rows * tile.block_n * number_bytes(problem), tile.consumers * 128)
     return 2 * (tile.q_stages * tile.block_m * (first + second) + keys + tile.block_m * columns) + pairs + BARRIERS
 
 
@@ -296,7 +286,7 @@ def tiles(problem: Problem, device: Device, direction: str) -> tuple[tuple[Tile,
     *tiles_of_row, reached = next(row for largest, row in _TABLE.items() if size <= largest)
     causal = problem.band[:2] == Band(None, 0)
     if problem.pairs:
-        line = 64 < size <= (192 if problem.softcap else 256) and "q" not in _pairs_of(problem)
+        line = 64 < size <= (192 if problem.softcap else 256) and "q" not in given_letters(problem)
         beside = next(row for largest, row in _TABLE_PAIRS.items() if size <= largest)
         tile = _tile(tiles_of_row[causal] if line else beside["," in problem.bias], problem)
         return (tile,), f"beside a {'bias' if problem.bias else 'mask'}; of these tiles that of d128 was measured"

@@ -108,13 +108,22 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
     return max(block_d, block_dv), block_dv
 
 
+def number_bytes(problem: Problem) -> int:
+    """Of one number of a bias or a mask."""
+    return (4 if "," in problem.bias else 2) if problem.bias else 1
+
+
+def given_letters(problem: Problem) -> str:
+    """Letters of what a bias or a mask is given for."""
+    return (problem.bias or problem.mask).partition(",")[0]
+
+
 def given_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
     """Of a tile of a bias or of a mask, for both consumers, or 0. TMA writes to multiples of 128 bytes."""
     if not problem.pairs:
         return 0
-    letters, _, wide = (problem.bias or problem.mask).partition(",")
-    rows = tile.block_m if "q" in letters else 1
-    return max(rows * tile.block_n * ((4 if wide else 2) if problem.bias else 1), tile.block_n // KEYS * 128)
+    rows = tile.block_m if "q" in given_letters(problem) else 1
+    return max(rows * tile.block_n * number_bytes(problem), tile.block_n // KEYS * 128)
 
 
 def slots(problem: Problem, tile: HopperBackwardTile) -> int:

@@ -7,7 +7,7 @@ from typing import Optional
 from rowmax.device import Device
 from rowmax.errors import ProblemError
 from rowmax.mask import early_keys
-from rowmax.plan.hopper_backward import EARLY_MB
+from rowmax.plan.hopper_backward import EARLY_MB, given_letters, number_bytes
 from rowmax.plan.tile import Tile
 from rowmax.problem import Problem
 
@@ -69,10 +69,8 @@ def given_bytes(problem: Problem, tile: HopperWideTile) -> tuple[int, int]:
     """Of a bias or a mask, a tile of the dK/dV kernel, and two of the dQ kernel; or 0. TMA writes to multiples of 128 bytes."""
     if not problem.pairs:
         return 0, 0
-    letters, _, wide = (problem.bias or problem.mask).partition(",")
-    number = (4 if wide else 2) if problem.bias else 1
-    rows = QUERIES if "q" in letters else 1
-    return max(rows * KEYS * number, 128), 2 * max(rows * tile.block_n * number, 128)
+    row = (QUERIES if "q" in given_letters(problem) else 1) * number_bytes(problem)
+    return max(row * KEYS, 128), 2 * max(row * tile.block_n, 128)
 
 
 def shares(problem: Problem, tile: HopperWideTile) -> int:

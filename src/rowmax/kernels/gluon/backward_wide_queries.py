@@ -49,7 +49,7 @@ from rowmax.kernels.gluon.layouts import (
 )
 from rowmax.kernels.gluon.names import as_bits, store_wait
 from rowmax.kernels.gluon.ring import buffer_of, fill, open_ring, release, wait_full
-from rowmax.kernels.tile_ops import end_key, key_ranges, key_tile_start
+from rowmax.kernels.tile_ops import early_tiles, end_key, key_ranges, key_tile_start
 
 ROWS = gl.constexpr(64)  # of a consumer
 CONSUMERS = gl.constexpr(2)
@@ -275,12 +275,9 @@ def query_kernel(
     work = (cu_seqlens_q, cu_seqlens_k, batch, heads, tiles, members, len_q, len_k)
     row, head, b, sequence, begin_q, own_q, begin_k, own_k = locate_rows(gl.program_id(0), work, BUILD)
     last = gl.minimum(row + CONSUMERS * ROWS, own_q) - 1
-    early = 0  # key tiles in front of a gap
-    if band.__len__() > 2:
-        start, full, full_end, end, keys = key_ranges(row, last, own_k, own_k - own_q, band, BUILD.BLOCK_N)
-        early = gl.cdiv(keys, BUILD.BLOCK_N)
-    else:
-        start, full, full_end, end = key_ranges(row, last, own_k, own_k - own_q, band, BUILD.BLOCK_N)
+    ranges = key_ranges(row, last, own_k, own_k - own_q, band, BUILD.BLOCK_N)
+    start, full, full_end, end = ranges[0], ranges[1], ranges[2], ranges[3]
+    early = early_tiles(start, band, BUILD.BLOCK_N)
     turns = gl.where(row < own_q, early + gl.cdiv(end - start, BUILD.BLOCK_N), 0)
     # Under a diagonal the first consumer's rows see one key tile less (or two shorter ones, of which it takes one: K comes for
     # both). It takes one in any case, since what is fetched must have arrived in the end.

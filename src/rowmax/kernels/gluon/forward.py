@@ -161,13 +161,8 @@ def _softmax(
     if FIRST or BUILD.BANDED:  # a branch: two loops after one another would make LLVM unpack and pack P on every turn
         first, end = full
         if (key_tile < first) | (key_tile >= end):
-            _cu_q, _cu_k, _order, _batch, _heads, _tiles, _members, len_q, len_k = work
-            if BUILD.PACKED:
-                len_q = told(slots, round, SLOTS, LEN_Q)
-                len_k = told(slots, round, SLOTS, LEN_K)
-            row = told(slots, round, SLOTS, ROW) + CONSUMER * ROWS
-            col = key_tile_start(key_tile, told(slots, round, SLOTS, START), band, BUILD.BLOCK_N)
-            s = hide(s, row, col, len_k, len_k - len_q, band, float("-inf"))
+            own_row, own_col, own_q, own_k = _place(slots, round, key_tile, work, band, CONSUMER, BUILD)
+            s = hide(s, own_row, own_col, own_k, own_k - own_q, band, float("-inf"))
             if BUILD.STEADY and not FIRST:  # rows that have seen nothing before
                 if BUILD.CAP:
                     tops = capped(thread_max(s), 1.0 if BUILD.PRESCALE else scale_log2, factors, BUILD.SHORT)

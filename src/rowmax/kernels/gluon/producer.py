@@ -8,7 +8,7 @@ from rowmax.kernels.gluon.build import BATCH, BEGIN_K, BEGIN_Q, HEAD, ROW, ROWS,
 from rowmax.kernels.gluon.layouts import number_layout
 from rowmax.kernels.gluon.names import as_bits, let_next_begin
 from rowmax.kernels.gluon.ring import fill, fill_given, publish, told
-from rowmax.kernels.tile_ops import clamp, end_key, key_ranges, key_tile_start
+from rowmax.kernels.tile_ops import clamp, early_tiles, end_key, key_ranges, key_tile_start
 
 # ---- where the work lies ---------------------------------------------------------------------------------------------------
 
@@ -93,12 +93,9 @@ def announce(tile, round, work, bent, band, total, slots, BUILD: gl.constexpr):
     if tile < total:
         row, head, b, sequence, begin_q, len_q, begin_k, len_k = locate(tile, work, BUILD)
         last = gl.minimum(row + BUILD.CONSUMERS * ROWS, len_q) - 1
-        early = 0  # key tiles in front of a gap
-        if band.__len__() > 2:
-            start, full_start, full_end, end, keys = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
-            early = gl.cdiv(keys, BUILD.BLOCK_N)
-        else:
-            start, full_start, full_end, end = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
+        ranges = key_ranges(row, last, len_k, len_k - len_q, band, BUILD.BLOCK_N)
+        start, full_start, full_end, end = ranges[0], ranges[1], ranges[2], ranges[3]
+        early = early_tiles(start, band, BUILD.BLOCK_N)
         if BUILD.STEADY and BUILD.BANDED:  # a row that sees all of a key tile, and nothing behind, finds its pivot there
             before = clamp(end_key(row, len_k - len_q, len_k, band) - 1, 0, len_k) // BUILD.BLOCK_N * BUILD.BLOCK_N
             full_end = gl.where(full_end < end, gl.maximum(before, full_start), full_end)

@@ -9,7 +9,7 @@ before the next tile.
     k = floor(log2 l) + 30 if l > 2^24 else 0,  m' = m + k,  P = exp(S - m'),  l' = l 2^-k + rowsum P
 
 So the loop takes no maxima, a fifth of its instructions. Weights from 2^-126 to 2^127 are as exact in bf16 as those near 1, and
-so is a sum of them in fp32; below lie those that are 2^-66 of the largest. Scores must rise by about 130 from one key tile to
+so is a sum of them in fp32; what is smaller is 2^-96 of the largest. Scores must rise by about 130 from one key tile to
 the next before a weight, l or O exceeds fp32. It then stays infinite or NaN, which `forward.py` finds at the end, and
 `guard.py` computes these rows once more. m `[M, 4]` is there in each thread of a row, like l, and in units of log2; `LOWEST`
 stands for a row that has seen nothing: any finite score would make its weights infinite.
