@@ -3,11 +3,20 @@
 import pytest
 import torch
 
+import interpreter
 from rowmax import Device, PagedProblem, ProblemError, attention_paged, plan
 from rowmax.testing import paged
 from test_paged import BACKENDS
 
 LENGTH, QUERIES = 75, 7
+
+
+@pytest.fixture(autouse=True)
+def dots_in_order(monkeypatch):
+    if "split_kv" in BACKENDS:
+        interpreter.dot_in_order(monkeypatch)
+
+
 # Parts of 32 keys, in turn; of 16, 16, 32, 32, 64 and so on, side by side, and joined in the same launch.
 PLANS = ["gathered", *(f"split_kv[16x16 w4 s1 {how}]" for how in ("r2", "c1d2", "c1d1 once") if "split_kv" in BACKENDS)]
 WINDOWS = {"causal": {"causal": True}, "window": {"causal": False, "window": (40, 0)}}

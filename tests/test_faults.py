@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
+import gpu_checks
 import paged_cases
 import rowmax
 from rowmax import Problem, Unsupported, flash_attn, flash_attn_3, reference, testing
@@ -41,18 +42,6 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-@lru_cache
-def gpu_names() -> set[str]:
-    """Checks of the GPU tier, read without a GPU."""
-    found = set()
-    for path in sorted(HERE.glob("gpu_*.py")):
-        tree = ast.parse(path.read_text())
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in node.decorator_list):
-                found.add(node.name)
-    return found
-
-
 def exists(named: str) -> bool:
     """`tests/file.py::name`, `case <id>`, `gpu <check>`."""
     if match := re.fullmatch(r"tests/([\w/]+\.py)::(\w+)", named):
@@ -60,7 +49,7 @@ def exists(named: str) -> bool:
     kind, _, name = named.partition(" ")
     if kind == "case":
         return name in {case.id for case in (*cases.CASES, *paged_cases.CASES)}
-    return kind == "gpu" and name in gpu_names()
+    return kind == "gpu" and name in gpu_checks.CHECKS
 
 
 def test_every_fault_is_there():

@@ -258,11 +258,15 @@ def test_the_operator_takes_slopes_and_sinks_in_the_type_of_the_lse():
         FORWARD_SCORED(False, *arguments(problem, operands._replace(sink=operands.sink.double())))
 
 
-def test_hopper_takes_both_passes_up_to_128_dimensions_and_says_where_it_does_not():
+def test_hopper_takes_both_passes_and_says_where_it_does_not():
     h200 = rowmax.Device.named("H200")
     for words in ("softcap=30.0", "alibi", "sink"):
-        problem = Problem.parse(f"b4 h16 q4096 k4096 d128 bf16 causal {words}")
-        for direction in ("forward", "backward"):
-            assert rowmax.plan(problem, h200, direction=direction).algorithm == "hopper"
-    wide = rowmax.plan(problem.with_(dim_qk=192, alibi="head"), h200, direction="backward")
-    assert "ALiBi up to 128 dimensions" in dict(wide.refusals)["hopper"]
+        for dims in ("d128", "d192/128", "d256"):
+            problem = Problem.parse(f"b4 h16 q4096 k4096 {dims} bf16 causal {words}")
+            for direction in ("forward", "backward"):
+                assert rowmax.plan(problem, h200, direction=direction).algorithm == "hopper"
+    both = Problem.parse("b4 h16 q4096 k4096 d128 bf16 causal softcap=30.0 alibi")
+    assert rowmax.plan(both, h200, direction="forward").algorithm == "hopper"
+    backward = rowmax.plan(both, h200, direction="backward")
+    assert backward.algorithm == "q_outer"
+    assert "a soft-cap without ALiBi" in dict(backward.refusals)["hopper"]

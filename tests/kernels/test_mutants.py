@@ -130,7 +130,7 @@ KERNEL_MUTANTS = {
         "    total_k = len_k\n    scale_log2 = 1.4426950408889634 * BLOCK_D**-0.5\n",
         1,
     ),
-    "negative scale not applied first": [(LAUNCH, "prescale = problem.scale <= 0 or", "prescale = False or", 1), NOT_AGAIN],
+    "negative scale not applied first": [(LAUNCH, "return problem.scale <= 0 or", "return", 1), NOT_AGAIN],
     "16-bit accumulator": (
         FORWARD,
         "acc = acc * alpha[:, None]",
@@ -307,8 +307,9 @@ CPU_MUTANTS = {
         1,
     ),
 }
-# Short sequences take rounded scores too.
+# Short sequences take rounded scores too, and so do machines where bf16 products are slow.
 CPU_ALWAYS = [
+    (WALK, "if not torch.ops.mkldnn._is_mkldnn_bf16_supported():", "if False:", 1),
     (HALF, "_LEAST_SCORES = 6 * 2**20", "_LEAST_SCORES = 0", 1),
     (HALF, "_LEAST_AVERAGE = 640", "_LEAST_AVERAGE = 0", 1),
 ]

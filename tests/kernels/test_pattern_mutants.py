@@ -9,7 +9,7 @@ KERNEL_MUTANTS = {
     "one early key too few": (TILE, "(cols < early_keys(shift, band))", "(cols < early_keys(shift, band) - 1)", 1),
     "one early key too many": (TILE, "(cols < early_keys(shift, band))", "(cols <= early_keys(shift, band))", 1),
     "tiles of early keys left out": (TILE, "edges += tl.cdiv(ranges[4], BLOCK)", "edges += 0", 1),
-    "early tiles twice": (TILE, "tl.minimum(early_keys(start, band), start)", "early_keys(start, band)", 1),
+    "early tiles twice": (TILE, "end, tl.minimum(early_keys(start, band), start)", "end, early_keys(start, band)", 1),
     "early keys are seen as others": (
         TILE,
         "most = tl.maximum(most, end_query(col",
