@@ -13,10 +13,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 import triton
 
+from rowmax.kernels import kept
 from rowmax.kernels.direct import Launcher
-from rowmax.kernels.triton.backward import key_kernel, one_query_key_kernel, query_kernel, row_kernel
-from rowmax.kernels.triton.forward import forward_kernel
-from rowmax.kernels.triton.outside import outside_kernel
 from rowmax.mask import AnyBand
 from rowmax.numerics import LOG2E
 from rowmax.plan import Plan
@@ -27,6 +25,7 @@ from rowmax.plan.split_kv import SplitTile
 from rowmax.plan.tile import Tile
 from rowmax.problem import Operands, Problem
 
+# Kernels are imported where they are launched: Triton reads their sources again, 1 ms for each function.
 MAX_BUILDS = 4096  # keys hold lengths, so that a server may meet any number of them
 OUTSIDE_ROWS = 64  # of a program that clears rows
 ROW_ELEMENTS = 4096  # of the output, for a program of the row kernel: bound by memory, any size without spills does
@@ -193,6 +192,8 @@ def _scored():
 
 
 def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> Call:
+    from rowmax.kernels.triton.forward import forward_kernel
+
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     # What a plain problem has not is among the numbers: a tensor costs the host time on every call.
@@ -213,6 +214,8 @@ def forward_call(problem: Problem, operands: Operands, tile: Tile, out, lse) -> 
 
 def outside_call(cu_seqlens: torch.Tensor, x: torch.Tensor, y: Optional[torch.Tensor] = None, *, lse=None) -> Call:
     """Clears the rows of contiguous x and y, `[T, H, D]`, and of lse, `[H, T]`, that no sequence holds."""
+    from rowmax.kernels.triton.outside import outside_kernel
+
     rows, heads, _ = x.shape
     widths = (x[0].numel(), x[0].numel() if y is None else y[0].numel())
     numbers = (cu_seqlens.numel() - 1, rows, *widths, heads, OUTSIDE_ROWS, 1024)
@@ -220,6 +223,8 @@ def outside_call(cu_seqlens: torch.Tensor, x: torch.Tensor, y: Optional[torch.Te
 
 
 def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) -> Call:
+    from rowmax.kernels.triton.backward import row_kernel
+
     rows = min(64, ROW_ELEMENTS // _padded(problem.dim_v))
     tiles = -(-problem.len_q // rows)
     tensors = (out, grad_out, lse, None if grad_lse is None else grad_lse.contiguous(), lse_log2, delta)
@@ -231,6 +236,8 @@ def row_call(problem: Problem, out, grad_out, lse, grad_lse, lse_log2, delta) ->
 
 
 def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dq) -> Call:
+    from rowmax.kernels.triton.backward import query_kernel
+
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_q, tile.block_m)
     tensors = (q, k, v, grad_out, dq, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
@@ -246,6 +253,8 @@ def query_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_l
 
 def key_call(problem: Problem, operands: Operands, tile: Tile, grad_out, lse_log2, delta, dk, dv) -> Call:
     """dK and dV; one of them may be None."""
+    from rowmax.kernels.triton.backward import key_kernel, one_query_key_kernel
+
     q, k, v, cu_seqlens_q, cu_seqlens_k = operands[:5]
     tiles = _row_tiles(problem, problem.len_k, tile.block_n)
     tensors = (q, k, v, grad_out, dk, dv, lse_log2, delta, cu_seqlens_q, cu_seqlens_k, operands.slopes)
@@ -352,7 +361,7 @@ def _options(call: Call) -> dict:
 
 
 def _build_together(device: torch.device, calls: Sequence[Call]) -> None:
-    """Compile what is new side by side: a kernel takes seconds, most of them in LLVM and ptxas, beside Python."""
+    """Compile and load what is new side by side: a kernel takes seconds, most of them in LLVM and ptxas, beside Python."""
     if triton.knobs.runtime.interpret or len(calls) < 2:
         return
     new = [call for call in calls if _build_key(device, call) not in _builds]
@@ -361,9 +370,12 @@ def _build_together(device: torch.device, calls: Sequence[Call]) -> None:
 
     def build(call: Call) -> None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a thread
-            call.kernel.warmup(*call.tensors, *call.numbers, grid=(call.programs,), **_options(call))
+            compiled = call.kernel.warmup(*call.tensors, *call.numbers, grid=(call.programs,), **_options(call))
+            compiled.run  # noqa: B018, Triton makes what launches it, and loads it
 
-    with ThreadPoolExecutor(len(new)) as pool:
+    for call in new:
+        kept.find(call.kernel)
+    with ThreadPoolExecutor(len(new)) as pool:  # the first is traced first: of a forward and its guard the longer one
         list(pool.map(build, new))
 
 
@@ -373,6 +385,7 @@ def _launch_here(device: torch.device, call: Call) -> Any:
     if build is not None:
         _run(build, call.tile, *map(_address, call.tensors), *call.numbers)
         return build
+    kept.find(call.kernel)
     compiled = _run(call.kernel[(call.programs,)], call.tile, *call.tensors, *call.numbers, **_options(call))
     if compiled is None:  # the interpreter
         return None
