@@ -58,9 +58,10 @@ setup: $(READY) $(READY_DEMO)
 demo: $(READY_DEMO)
 	@$(RUN) -m rowmax demo $(if $(QUESTION),"$$QUESTION") $(ARGS)
 
-# Two processes of one thread each: most of the time goes to Triton's interpreter and compiler, which use one.
+# Two processes of one thread each: most of the time goes to Triton's interpreter and compiler, which use one. They take a few
+# tests at a time, so that both end together.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --maxschedchunk 8 $(ARGS)
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu --require-gpu $(ARGS)

@@ -34,7 +34,9 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU its tests are not collected as skips by the hundred: they are left out, and one line says so."""
+    """Long tests come first, so that no process is left with one at the end. Without a GPU its tests are not collected as skips
+    by the hundred: they are left out, and one line says so."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if HAS_GPU or config.getoption("--require-gpu"):
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]

@@ -16,6 +16,7 @@ Layouts, registers and the order of memory between threads are not.
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import random
@@ -474,7 +475,7 @@ def sources(*mutants: tuple[str, str], kernel: str = "forward", lender: str = ""
         for name in ("index", "ring", "scores", "softmax", *lent, *PARTS.get(kernel, ()), kernel)
     ]
     modules = (mask, tile_ops, address, *own)
-    texts = [inspect.getsource(module) for module in modules]
+    texts = [_text(module) for module in modules]
     replaced = [i for i, module in enumerate(modules) if module.__name__.rsplit(".", 1)[-1] not in lent]
     for old, new in mutants:
         count = sum(texts[i].count(old) for i in replaced)
@@ -482,13 +483,20 @@ def sources(*mutants: tuple[str, str], kernel: str = "forward", lender: str = ""
             raise ValueError(f"the text to replace is there {count} times: {old}")
         for i in replaced:
             texts[i] = texts[i].replace(old, new)
-    found = []
-    for module, text in zip(modules, texts, strict=True):
-        tree = _Plain().visit(ast.parse("from __future__ import annotations\n" + text))
-        tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) or _constant(node)]
-        tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
-        found.append(compile(ast.fix_missing_locations(tree), module.__name__, "exec"))
-    return found
+    return [_code(module.__name__, text) for module, text in zip(modules, texts, strict=True)]
+
+
+@functools.lru_cache(maxsize=64)  # of 20 files, and the mutants of a few
+def _code(name: str, text: str):
+    tree = _Plain().visit(ast.parse("from __future__ import annotations\n" + text))
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) or _constant(node)]
+    tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
+    return compile(ast.fix_missing_locations(tree), name, "exec")
+
+
+@functools.cache
+def _text(module) -> str:
+    return inspect.getsource(module)
 
 
 def _constant(node) -> bool:

@@ -32,7 +32,7 @@ LARGE, SMALL = "b4 h32/8 q1024 k1024", "b1 h2 q64 k1024"
 # (device, sizes, structure, direction): every row of the plan's tile tables, and on one GPU every structure.
 BUILDS = [(name, LARGE, f"d{dim} bf16 causal", way) for dim in (64, 128, 256) for name in GPUS for way in WAYS]
 BUILDS += [(name, SMALL, f"d{dim} bf16 causal", "forward") for dim in (64, 128) for name in GPUS]
-BUILDS += [("A100", LARGE, f"d{dim} fp32", "forward") for dim in (64, 128, 256)]
+BUILDS += [("A100", LARGE, f"d{dim} fp32", "forward") for dim in (64, 256)]
 BUILDS += [("A100", LARGE, "d64 fp32", "backward")]  # larger ones take minutes to compile
 STRUCTURES = ["d40/24 fp16", "d41/23 bf16 causal", "d128 fp16", "d128 bf16 window(256,9)", "d128 bf16 causal packed"]
 STRUCTURES += ["d96/72 bf16 window(256,inf) packed"]
@@ -58,6 +58,7 @@ def compile_only(*arguments, cache: Path) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_spills_and_within_the_chip(group, tmp_path):
     mine = GROUPS[group]

@@ -39,6 +39,7 @@ BACKWARD = (
 # ---- launches ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="Triton's launchers need a C compiler, and so does the driver here")
 def test_what_reaches_the_driver(tmp_path):
     import fake_driver

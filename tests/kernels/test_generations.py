@@ -82,6 +82,7 @@ def test_refusals_teach():
         attention(q, q, q, plan="kv_outer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_spills_and_within_the_chip(name, tmp_path):
     if not (Path(__import__("triton").__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump").is_file():

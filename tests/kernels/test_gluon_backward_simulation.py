@@ -162,7 +162,7 @@ def portable_non_finite(where, text):
     rows = chosen if problem.packed else chosen[-1]
     rows[rows.shape[0] // 2, -1, 3] = float("nan")
     out, lse = testing.attend(problem, operands)
-    portable = plan(problem, Device.named("H200"), direction="backward", prefer="q_outer[16x16 w4 s1,32x32 w4 s1,32x32 w4 s1]")
+    portable = plan(problem, Device.named("H200"), direction="backward", prefer="q_outer[64x64 w4 s1,64x64 w4 s1,64x64 w4 s1]")
     expected = launch.backward(problem, operands, out, lse, d_out, d_lse, (True, True, True), portable)
     return problem, (operands, out, lse, d_out, d_lse), expected
 

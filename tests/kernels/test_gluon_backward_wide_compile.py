@@ -36,10 +36,12 @@ STRUCTURES = {
     ],
     "alibi": ["d256 bf16 causal alibi", "d256 bf16 alibi", "d256 fp16 window(256,0) packed alibi(batch)"],
 }
+WHOLE = {"d256 bf16 causal", "d136/64 fp16 window(9,inf) packed", "d64/256 bf16"}  # of which all four kernels are compiled
 CAP_STACK = 40  # numbers that stay the same, which a turn of 1,600 instructions loads: LSE and delta, and where rows lie
 MOST_GROUPS = {"keys": 16, "queries": 22}  # begins of products and waits for them, of both consumers; serialised, some 70 more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_machine_code(kind, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -48,7 +50,7 @@ def test_machine_code(kind, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == (4 if kind == "plain" else 2) * len(STRUCTURES[kind])
+    assert len(found) == sum(4 if structure in WHOLE else 2 for structure in STRUCTURES[kind])
     for facts in found:
         assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
         if facts["kernel"] == "repair":  # normally it does not run, and may spill
@@ -99,7 +101,7 @@ def main(*texts: str) -> None:
         calls = wide_backward_calls(problem, Operands(q, k, v, cu, cu, slopes, None, *made), tile, out, lse, out, lse, q, k, v)
         planned = dict(zip(("keys", "queries"), shared_bytes(problem, tile), strict=True))
         for name, call in zip(("prepare", "keys", "queries", "repair"), calls, strict=True):
-            if name in ("prepare", "repair") and not problem.plain:  # but for a rare part as with plain scores
+            if name in ("prepare", "repair") and text.removeprefix(f"{LARGE} ") not in WHOLE:  # small, and differ less
                 continue
             facts, listing = compiled(call, (9, 0))
             code, labels = instructions(listing)

@@ -56,6 +56,7 @@ def accesses_of(arguments: list[str]) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BUILDS)
 def test_no_conflicts(kind):
     found = accesses_of([__file__, kind, *(word for build in BUILDS[kind] for word in build)])

@@ -84,6 +84,7 @@ MOST_GROUPS = 13  # WARPGROUP instructions of a consumer: twenty times as many w
 # ---- the test ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", BUILDS)
 def test_machine_code(dim, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
