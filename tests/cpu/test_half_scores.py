@@ -42,12 +42,12 @@ def taken(monkeypatch):
 
 def forward(problem, operands):
     with torch.no_grad():
-        return testing.attend(problem, operands, return_lse=False)
+        return testing.attend(problem, operands, "tiled", return_lse=False)
 
 
 def backward(problem, operands, grad_out=None):
     leaves = [t.clone().requires_grad_() for t in operands[:3]]
-    out, _ = testing.attend(problem, operands._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+    out, _ = testing.attend(problem, operands._replace(q=leaves[0], k=leaves[1], v=leaves[2]), "tiled")
     grad_out = torch.randn_like(out) if grad_out is None else grad_out
     return grad_out, torch.autograd.grad(out, leaves, grad_out)
 
@@ -80,7 +80,7 @@ def test_few_scores_are_not_worth_the_checks(taken, monkeypatch):
 
 
 def test_an_lse_never_comes_from_them(taken):
-    testing.attend(CAUSAL, testing.operands(CAUSAL))
+    testing.attend(CAUSAL, testing.operands(CAUSAL), "tiled")
     assert not taken
 
 

@@ -1,5 +1,7 @@
 """Both algorithms of the CPU: which one runs, what they compute and need, and who meets a non-finite value."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,7 +48,7 @@ def run(problem, operands, spelling, grad_out=None):
         ("b1 h4/2 q64 k64 d64 fp32 causal", "aten"),
         ("b1 h2 q64 k64 d64 fp64 causal", "aten"),
         ("b1 h2 q64 k64 d64 bf16 causal", "tiled"),
-        ("b1 h2 q64 k64 d64 fp16", "tiled"),
+        ("b1 h2 q64 k64 d64 fp16", "aten"),
         ("b1 h2 q64 k64 d64 fp32 window(9,0)", "tiled"),
         ("b2 h2 q64 k64 d64 fp32 packed", "tiled"),
     ],
@@ -54,6 +56,23 @@ def run(problem, operands, spelling, grad_out=None):
 def test_which_algorithm(text, algorithm):
     for direction in ("forward", "backward"):
         assert plan(Problem.parse(text), Device.named("cpu"), direction=direction).algorithm == algorithm
+
+
+@pytest.mark.parametrize("words", ["bf16 causal", "fp16", "bf16 scale=-0.2"])
+def test_half_types_in_fp32_by_torchs_operator(words):
+    """On a CPU that multiplies bf16 slowly; as well as tiles, with one rounding of the result."""
+    problem, slow = Problem.parse(f"b2 h4/2 q70 k70 d24 {words}"), replace(Device.named("cpu"), fast_bf16=False)
+    operands, (grad_out, _) = testing.operands(problem, "spiky"), testing.cotangents(problem)
+    out, lse = cpu.forward(problem, operands, plan(problem, slow), True)
+    report = testing.check_forward(problem, operands, out, lse)
+    assert report.ok, str(report)
+    assert out.is_contiguous()
+    chosen = plan(problem, slow, direction="backward")
+    assert chosen.algorithm == "aten"
+    grads = cpu.backward(problem, operands, out, lse, grad_out, None, (True, True, True), chosen)
+    report = testing.check_backward(problem, operands, grads, grad_out, None)
+    assert report.ok, str(report)
+    assert [grad.dtype for grad in grads] == [problem.dtype] * 3
 
 
 @BOTH

@@ -40,7 +40,7 @@ BUILDS += [
     )
 ]
 INVARIANT = [f"H200: {text} d128 bf16 causal {words} invariant" for text, words in ((ONE, "paged16"), (MANY, "packed paged16"))]
-AT_ONCE = 5  # builds of one process
+AT_ONCE = 8  # builds of one process
 GROUPS = [BUILDS[i : i + AT_ONCE] for i in range(0, len(BUILDS), AT_ONCE)]
 # Bytes that may spill. Latent attention in tiles of 64 rows: it takes 1285 us where tiles of 32, which spill nothing, take
 # 2022. A batch-invariant prompt in tiles of 32: ten words, where tiles of 16 would read their keys twice as often.

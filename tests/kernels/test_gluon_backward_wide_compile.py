@@ -24,17 +24,15 @@ LARGE = "b4 h32/8 q1024 k1024"
 STRUCTURES = {
     "plain": [
         *["d256 bf16", "d256 bf16 causal", "d256 fp16 window(256,9)", "d256 bf16 causal packed", "d192/128 bf16 causal"],
-        *["d136/64 fp16 window(9,inf) packed", "d64/256 bf16", "d256 bf16 causal scale=-0.1"],
-        *["d256 bf16 causal prefix=200", "d256 bf16 packed window(256,0) sink_tokens=4 chunk=300"],
+        *["d136/64 fp16 window(9,inf) packed", "d64/256 bf16", "d256 bf16 packed window(256,0) sink_tokens=4 chunk=300"],
     ],
-    "softcap": ["d256 bf16 causal softcap=50.0", "d256 fp16 window(256,9) packed softcap=9.0", "d192/128 bf16 softcap=50.0"],
-    "bias": [
-        "d256 bf16 causal bias(hqk)",
-        "d256 bf16 bias(hqk,fp32)",
-        "d192/128 bf16 causal bias(hqk)",
-        "d256 fp16 window(9,3) mask(bk)",
+    "bent": ["d256 bf16 causal softcap=50.0", "d256 bf16 causal bias(hqk)", "d256 bf16 causal alibi"],
+    "others": [
+        *["d256 bf16 causal scale=-0.1", "d256 bf16 causal prefix=200"],
+        *["d256 fp16 window(256,9) packed softcap=9.0", "d192/128 bf16 softcap=50.0"],
+        *["d256 bf16 bias(hqk,fp32)", "d192/128 bf16 causal bias(hqk)", "d256 fp16 window(9,3) mask(bk)"],
+        *["d256 bf16 alibi", "d256 fp16 window(256,0) packed alibi(batch)"],
     ],
-    "alibi": ["d256 bf16 causal alibi", "d256 bf16 alibi", "d256 fp16 window(256,0) packed alibi(batch)"],
 }
 WHOLE = {"d256 bf16 causal", "d136/64 fp16 window(9,inf) packed", "d64/256 bf16"}  # of which all four kernels are compiled
 CAP_STACK = 40  # numbers that stay the same, which a turn of 1,600 instructions loads: LSE and delta, and where rows lie
@@ -42,7 +40,7 @@ MOST_GROUPS = {"keys": 16, "queries": 22}  # begins of products and waits for th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("kind", ["plain", "bent", pytest.param("others", marks=pytest.mark.thorough)])
 def test_machine_code(kind, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -55,7 +53,7 @@ def test_machine_code(kind, tmp_path):
         assert not facts["uninitialised"], f"registers are read that nobody wrote: {facts}"
         if facts["kernel"] == "repair":  # normally it does not run, and may spill
             continue
-        assert facts["stack"] <= (CAP_STACK if kind == "softcap" else 0), f"registers spill: {facts}"
+        assert facts["stack"] <= (CAP_STACK if "softcap" in facts["problem"] else 0), f"registers spill: {facts}"
         assert facts["stored"] == 0, f"registers spill in a loop: {facts}"
         assert facts["local"] == 0, f"registers spill: {facts}"
         if facts["kernel"] in MOST_GROUPS:

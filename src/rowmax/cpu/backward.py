@@ -269,11 +269,11 @@ class _Sum:
 
 
 def aten(problem, operands, out, lse, grad_out, needs):
-    """torch's own flash operator, `[B, H, T, D]`; it computes all three gradients, needed or not."""
-    q, k, v, do, o = (t.transpose(1, 2) for t in (*operands[:3], grad_out, out))
+    """torch's own flash operator, `[B, H, T, D]`, in fp32 for half types; it computes all three gradients, needed or not."""
+    q, k, v, do, o = (t.transpose(1, 2).to(COMPUTE.get(t.dtype, t.dtype)) for t in (*operands[:3], grad_out, out))
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grads = run(do, q, k, v, o, lse, 0.0, problem.band.right == 0, scale=problem.scale)
     return tuple(
-        grad.transpose(1, 2).clone(memory_format=torch.contiguous_format) if need else grad.new_empty(0)
-        for grad, need in zip(grads, needs, strict=True)
+        like.new_empty(like.shape).copy_(grad.transpose(1, 2)) if need else like.new_empty(0)
+        for grad, need, like in zip(grads, needs, operands[:3], strict=True)
     )
