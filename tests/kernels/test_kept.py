@@ -32,6 +32,7 @@ def test_what_an_earlier_process_compiled_is_found(tmp_path):
     assert [binary == same for binary in first["binaries"][1:]] == [
         change not in ("a constant", "an option") for change in CHANGES
     ]
+    assert (first["one at a time"], second["one at a time"]) == (True, True)
     assert first["hashed"] == 1, "Triton was asked"
     assert second["hashed"] == 1, "Triton is asked for what is gone alone"
 
@@ -39,6 +40,8 @@ def test_what_an_earlier_process_compiled_is_found(tmp_path):
 def main() -> None:
     import hashlib
     import shutil
+    import time
+    from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
     import triton
@@ -64,8 +67,23 @@ def main() -> None:
         return compile_(*arguments, **options)
 
     kept.compiler.compile = counted
+    busy, most = [], []
+
+    def traced(self, *arguments, **options):
+        busy.append(1)
+        most.append(len(busy))
+        time.sleep(0.2)
+        busy.pop()
+        raise RuntimeError("a fault while it is traced")
+
     problem = Problem.parse("b1 h1 q64 k64 d16 fp16")
     ((_, call),) = calls(problem, Device.named("H200"), "forward")
+    plain, triton.compiler.ASTSource.make_ir = triton.compiler.ASTSource.make_ir, traced
+    with ThreadPoolExecutor(3) as pool:
+        faults = [pool.submit(build, call, num_warps=warps).exception() for warps in (1, 2, 16)]
+    triton.compiler.ASTSource.make_ir = plain
+    asked.clear()
+    in_turn = max(most) == 1 and all(isinstance(fault, RuntimeError) for fault in faults)
     build(call)
     for change in CHANGES:
         held = kept._ours, kept._tritons
@@ -88,7 +106,7 @@ def main() -> None:
             build(call)
         os.environ.pop("TRITON_F32_DEFAULT", None)
         kept._ours, kept._tritons = held
-    print(json.dumps({"compiled": compiled, "binaries": binaries, "hashed": key.cache_info().misses}))
+    print(json.dumps({"compiled": compiled, "binaries": binaries, "hashed": key.cache_info().misses, "one at a time": in_turn}))
 
 
 if __name__ == "__main__":
