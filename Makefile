@@ -64,7 +64,7 @@ demo: $(READY_DEMO)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --maxschedchunk 8 $(ARGS)
 
-test-all: ARGS += -m ""
+test-all: override ARGS += -m ""
 test-all: test
 
 test-gpu: $(READY)

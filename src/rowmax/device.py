@@ -17,7 +17,7 @@ class Device:
     capability: CUDA compute capability, (9, 0) for Hopper; (0, 0) on a CPU.
     sms: streaming multiprocessors (CPU: threads).
     shared_bytes: shared memory one block may take.
-    fast_bf16: bf16 products are faster than fp32's; on a CPU they are with AVX-512, else 60 times as slow.
+    fast_bf16: bf16 products are faster than fp32's; on a CPU torch says so (AVX-512 and newer), else they are far slower.
     """
 
     name: str

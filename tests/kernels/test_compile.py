@@ -44,7 +44,7 @@ BUILDS += [("H200", "b1 h2/1 q1 k100", "d32 fp16 causal alibi", "backward")]  # 
 OTHERS = [("H200", LARGE, structure, way) for structure in ("d40/24 fp16", "d128 bf16 causal mod(distance)") for way in WAYS]
 OTHERS += [("H200", LARGE, structure, "backward") for structure in ("d41/23 bf16 causal", "d128 fp16")]
 OTHERS += [(name, SMALL, f"d{dim} bf16 causal", "forward") for dim in (64, 128) for name in ("A100", "L4", "B200")]
-OTHERS += [("A100", LARGE, "d256 fp32", "forward")]
+OTHERS += [("A100", LARGE, f"d{dim} fp32", "forward") for dim in (128, 256)]
 OF_ONE = [
     [build for build in BUILDS if (build[0], build[3]) == (name, way) and build not in OTHERS] for name in GPUS for way in WAYS
 ]

@@ -66,6 +66,7 @@ SPARED = {"softcap": ((16, 0), (112, 28)), "alibi": ((8, 0), (STACK, HIDDEN)), "
 DRAWN = 72, 3  # where weights are dropped: addresses too, of which a turn of 860 instructions and more loads up to ten
 KERNELS = ("prepare", "backward", "finish")
 WHOLE = {"d64 bf16 causal", "d24/40 bf16 window(9,inf) packed", "d128 bf16 causal packed", "d96/64 bf16 causal"}
+WHOLE |= {"d128 fp16 window(256,9)", "d64 fp16 packed", "d128 bf16 packed"}
 MOST_GROUPS = 15  # WARPGROUP instructions of a consumer: ten times as many when its products wait for each other
 
 

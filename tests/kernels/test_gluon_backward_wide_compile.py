@@ -34,7 +34,12 @@ STRUCTURES = {
         *["d256 bf16 alibi", "d256 fp16 window(256,0) packed alibi(batch)"],
     ],
 }
-WHOLE = {"d256 bf16 causal", "d136/64 fp16 window(9,inf) packed", "d64/256 bf16"}  # of which all four kernels are compiled
+WHOLE = {
+    "d256 bf16 causal",
+    "d192/128 bf16 causal",
+    "d136/64 fp16 window(9,inf) packed",
+    "d64/256 bf16",
+}  # of which all four kernels are compiled
 CAP_STACK = 40  # numbers that stay the same, which a turn of 1,600 instructions loads: LSE and delta, and where rows lie
 MOST_GROUPS = {"keys": 16, "queries": 22}  # begins of products and waits for them, of both consumers; serialised, some 70 more
 

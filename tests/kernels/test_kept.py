@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-CHANGES = ("nothing", "a file of the package", "a file of Triton", "an environment variable", "a constant", "an option", "gone")
+CHANGES = ("nothing", "a source", "a file of Triton", "an environment variable", "a constant", "an option", "gone")
 
 
 def ran(folder) -> dict:
@@ -45,11 +45,13 @@ def main() -> None:
     from pathlib import Path
 
     import triton
+    import triton.language as tl
     from compile_only import calls
     from machine_code import source
 
     from rowmax import Device, Problem
     from rowmax.kernels import kept
+    from rowmax.kernels.triton import forward
 
     compile_, key, asked = triton.compile, triton.runtime.cache.triton_key, []
     compiled, binaries = [], []
@@ -86,9 +88,9 @@ def main() -> None:
     in_turn = max(most) == 1 and all(isinstance(fault, RuntimeError) for fault in faults)
     build(call)
     for change in CHANGES:
-        held = kept._ours, kept._tritons
-        if change == "a file of the package":
-            kept._ours = lambda: "other"
+        held = kept._tritons, forward.LOG2E
+        if change == "a source":  # a number that it takes from its file
+            forward.LOG2E, call.kernel.hash = tl.constexpr(1.5), None
         elif change == "a file of Triton":
             kept._tritons = lambda: ("other",)
         elif change == "an environment variable":
@@ -105,7 +107,8 @@ def main() -> None:
         else:
             build(call)
         os.environ.pop("TRITON_F32_DEFAULT", None)
-        kept._ours, kept._tritons = held
+        kept._tritons, forward.LOG2E = held
+        call.kernel.hash = None
     print(json.dumps({"compiled": compiled, "binaries": binaries, "hashed": key.cache_info().misses, "one at a time": in_turn}))
 
 

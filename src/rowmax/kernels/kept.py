@@ -1,16 +1,15 @@
 """Kernels compiled by an earlier process, found without what Triton spends on it.
 
-To find a kernel in its cache Triton hashes its own library of 400 MB and the source of every function that the kernel may call,
-and asks ptxas for its version: 0.4 s of a first call that compiles nothing. Here a key of the same things, worked out in
-15 ms, leads to Triton's: `kept` in Triton's cache, whose content is the hash under which the kernel lies.
-
-A kernel whose constants are changed in a running process, not in their file, has the same key here: TRITON_ALWAYS_COMPILE=1.
+To find a kernel in its cache Triton hashes its own library of 400 MB and asks ptxas for its version: 0.4 s of a first call that
+compiles nothing. Here files of Triton count by size and time, all else as for Triton. The key of that leads to Triton's own:
+`kept` in Triton's cache, whose content is the hash under which the kernel lies.
 """
 
 import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ def find(kernel: Any) -> None:
         return
     kernel.device_caches[triton.runtime.driver.active.get_current_device()]  # makes what compiles, once for every device
     kernel.compile = _compile
-    _ours(), _tritons()
+    _tritons()
 
 
 def _compile(src: Any, target: Any = None, options: Any = None, **more) -> Any:
@@ -40,16 +39,18 @@ def _compile(src: Any, target: Any = None, options: Any = None, **more) -> Any:
     asked = knobs.compilation.always_compile or knobs.compilation.override or knobs.compilation.dump_ir
     if watched or asked:
         return compiler.compile(src, target=target, options=options, **more)
-    index = get_cache_manager(_key(src, target, options))
-    path = index.get_file(_FILE)
-    if path is not None:
-        name, found = f"{src.name[:150]}.json", Path(path).read_text()
-        group = get_cache_manager(found).get_group(name) or {}
-        if name in group:
-            return CompiledKernel(src, group, found)
+    key = _key(src, target, options)
+    with contextlib.suppress(OSError, ValueError):  # a cache that nobody may write to, or a file that is none of ours
+        path = get_cache_manager(key).get_file(_FILE)
+        if path is not None:
+            name, found = f"{src.name[:150]}.json", Path(path).read_text()
+            group = get_cache_manager(found).get_group(name) or {}
+            if name in group:
+                return CompiledKernel(src, group, found)
     with _in_turn(src):
         compiled = compiler.compile(src, target=target, options=options, **more)
-    index.put(compiled.hash, _FILE, binary=False)
+    with contextlib.suppress(OSError):
+        get_cache_manager(key).put(compiled.hash, _FILE, binary=False)
     return compiled
 
 
@@ -60,10 +61,8 @@ _tracing = threading.Lock()
 def _in_turn(src: Any) -> Iterator[None]:
     """Kernels that are built side by side are traced one after the other: it is Python, and would take as long for all of them
     together. The rest, in LLVM and ptxas, is not."""
-    _tracing.acquire()
-    held = contextlib.ExitStack()
-    held.callback(_tracing.release)
-    trace = src.make_ir
+    held, trace = contextlib.ExitStack(), src.make_ir
+    held.enter_context(_tracing)
 
     def traced(*arguments, **options):
         with held:
@@ -75,30 +74,35 @@ def _in_turn(src: Any) -> Iterator[None]:
 
 
 def _key(src: Any, target: Any, options: Any) -> str:
-    constants = [(place, getattr(value, "cache_key", None) or str(value)) for place, value in sorted(src.constants.items())]
+    libraries = [(name, *_stat(path)) for name, path in options.get("extern_libs") or ()]
     parts = (
-        *(_ours(), _tritons(), src.fn.module, src.fn.fn.__qualname__, str(target), sorted(src.signature.items())),
-        *(constants, str(src.attrs), sorted((name, str(value)) for name, value in options.items())),
+        *(_tritons(), src.fn.module, src.fn.fn.__qualname__, src.hash(), str(target), libraries),
+        sorted((name, str(value)) for name, value in options.items()),
         sorted(compiler.get_cache_invalidating_env_vars().items()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1)
-def _ours() -> str:
-    """The contents of this package: kernels take constants from anywhere in it."""
-    root, content = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        content.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return content.hexdigest()
-
-
-@functools.lru_cache(maxsize=1)
 def _tritons() -> tuple:
-    """Its version, and of every file that a build depends on size and time; a ptxas of one's own likewise."""
+    """Its version, and of every file that a build depends on name, size and time; a ptxas of one's own likewise."""
     root = Path(triton.__file__).parent
-    files = [path for folder in ("_C", "compiler", "backends", "experimental", "language", "runtime")
-             for path in (root / folder).rglob("*") if path.suffix in ("", ".py", ".so", ".bc")]  # fmt: skip
-    files += [Path(path) for name, path in os.environ.items() if name.startswith("TRITON_PTXAS") and path]
-    stats = [(str(path), path.stat()) for path in sorted(files) if path.is_file()]
-    return triton.__version__, str(root), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    folders = (root / name for name in ("_C", "compiler", "backends", "experimental", "language", "runtime"))
+    files = [
+        os.path.join(inner, name)
+        for folder in folders
+        for inner, _, names in os.walk(folder, followlinks=True)
+        if not inner.endswith("__pycache__")
+        for name in names
+    ]
+    own = sorted((name, path) for name, path in os.environ.items() if name.startswith("TRITON_PTXAS"))
+    files += [shutil.which(path) or path for _, path in own]
+    return triton.__version__, own, [_stat(path) for path in sorted(files)]
+
+
+def _stat(path: str) -> tuple[str, int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path, -1, -1
+    return path, found.st_size, found.st_mtime_ns

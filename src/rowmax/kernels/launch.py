@@ -371,7 +371,8 @@ def _build_together(device: torch.device, calls: Sequence[Call]) -> None:
     def build(call: Call) -> None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a thread
             compiled = call.kernel.warmup(*call.tensors, *call.numbers, grid=(call.programs,), **_options(call))
-            compiled.run  # noqa: B018, Triton makes what launches it, and loads it
+            if compiled is not None:  # a hook may have left it out
+                compiled.run  # noqa: B018, Triton makes what launches it, and loads it
 
     for call in new:
         kept.find(call.kernel)

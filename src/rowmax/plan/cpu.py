@@ -1,8 +1,9 @@
 """Candidates on the CPU: torch's own flash operator where it covers the problem, the tiled algorithm elsewhere.
 
 Reasons give times in ms on two cores of a virtual AMD EPYC with AVX-512 bf16 (torch 2.13, b1 h8 q2048 k2048, 2026-11-29):
-`benchmarks/results/amd-epyc-2026-11-29.json`. Smaller tiles spend more on starting operations, larger ones leave the caches and
-hide more of a causal mask.
+`benchmarks/results/amd-epyc-2026-11-29.json`. Those of half types in fp32 and of grouped heads are of two cores with AVX2 and
+no AVX-512: `benchmarks/results/cpu/half-types-avx2-2026-12-01.json`. Smaller tiles spend more on starting operations, larger
+ones leave the caches and hide more of a causal mask.
 
 Tried for what torch's operator takes with a dense mask alone, and no faster (two threads, 2026-11-30, d64: packed causal
 sequences of 75 to 512 tokens, window(256,0); ms forward, backward, beside what runs):
@@ -32,6 +33,7 @@ from rowmax.plan.tile import WINDOWS_ONLY, Tile
 from rowmax.problem import Problem
 from rowmax.score_mod import lacks
 
+HALF = (torch.float16, torch.bfloat16)
 CUT_ROWS = 64  # of a window that is cut into short sequences: `cpu/pieces.py`
 
 
@@ -81,13 +83,17 @@ def _aten_refuses(problem: Problem, device: Device, direction: str) -> Optional[
         return "torch's CPU operator takes no empty tensors"
     if problem.dtype == torch.bfloat16 and device.fast_bf16:
         return "row blocks with few large operations are faster in bf16 (d64 full, 2 cores: 41 ms, torch's operator 61)"
+    if problem.dtype in HALF and problem.group > 1 and problem.len_q < problem.len_k:
+        return "tiles take the queries of grouped heads together (b1 h32/8 q4 k4096 d128 bf16: 10 ms, torch's operator 15)"
     return None
 
 
 def _aten_tiles(problem: Problem, device: Device, direction: str):
     # The tile serves the gradient of the LSE, which torch's operator does not take.
-    if problem.dtype in (torch.float16, torch.bfloat16):
-        reason = "torch's operator in fp32 is faster than tiles (d64 full, 2 cores with AVX2: bf16 70 ms, tiles 92)"
+    if problem.dtype in HALF:
+        reason = (
+            "torch's operator, on copies in fp32, is faster than tiles (d64 full, 2 cores with AVX2: 66 ms, tiles 77 and 75)"
+        )
     else:
         reason = "torch's operator is the faster in fp32 (d64 full, 2 cores: 53 ms, with the backward 194)"
     return (Tile(256, 8192),), reason
