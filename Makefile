@@ -1,6 +1,6 @@
 # make demo QUESTION="..."   a language model answers with rowmax attention, and is compared with eager attention
 # make test                  everything that needs no GPU      make test-gpu    the rest, on a machine with one
-# make test-all              the same, and 8 minutes of further builds of the kernels
+# make test-all              the same, and further builds of the kernels
 # make lint                  ruff, mypy                        make bench       benchmarks, on a GPU
 # make site                  docs/ as pages in site/           make site ARGS=serve   the same while they are written
 #

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional
 import triton
 
 MOST = 64  # encoded descriptors kept for one argument: as many addresses as a program's buffers take in turn
-_KNOWN = ("3.6", "3.8")
+KNOWN = ("3.6", "3.8")  # of which the inner parts are known
 
 
 class _At(NamedTuple):
@@ -81,7 +81,7 @@ class _Encoded(dict):
     def __missing__(self, address: int) -> tuple:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        more = () if _version() == "3.6" else (None,)
+        more = () if triton_series() == "3.6" else (None,)
         made = tuple(make_tensordesc_arg(moved(self._descriptor, address), self._meta, *more))
         if len(self) >= MOST:
             self.clear()
@@ -89,14 +89,15 @@ class _Encoded(dict):
         return made
 
 
-def _version() -> str:
+def triton_series() -> str:
+    """The first two parts of its version."""
     return ".".join(triton.__version__.split(".")[:2])
 
 
 def _direct(compiled: Any, programs: int) -> Optional[Callable]:
     """Triton's C launch behind `(stream, *arguments)`; None where it would need more than is known here."""
     run, metadata = compiled.run, compiled.metadata
-    if _version() not in _KNOWN or type(run).__name__ != "CudaLauncher" or getattr(run, "gsan_enabled", False):
+    if triton_series() not in KNOWN or type(run).__name__ != "CudaLauncher" or getattr(run, "gsan_enabled", False):
         return None
     if metadata.global_scratch_size or metadata.profile_scratch_size:  # memory from an allocator, for every launch
         return None
@@ -105,7 +106,7 @@ def _direct(compiled: Any, programs: int) -> Optional[Callable]:
         launch = launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
     front = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     packed, scratch, runtime = compiled.packed_metadata, (None, None), triton.knobs.runtime
-    old = _version() == "3.6"
+    old = triton_series() == "3.6"
     quiet = (*scratch, packed, None, None, None) if old else (packed, None, None, None, *scratch)
 
     def enqueue(stream, *arguments):

@@ -20,13 +20,14 @@ from triton import knobs
 from triton.compiler import CompiledKernel, compiler
 from triton.runtime.cache import get_cache_manager
 
-_KNOWN = ("3.6", "3.8")
+from rowmax.kernels.direct import KNOWN, triton_series
+
 _FILE = "kept"
 
 
 def find(kernel: Any) -> None:
     """Let a jitted function of ours look here first when it is compiled on the current device."""
-    if ".".join(triton.__version__.split(".")[:2]) not in _KNOWN or knobs.runtime.interpret:
+    if triton_series() not in KNOWN or knobs.runtime.interpret:
         return
     kernel.device_caches[triton.runtime.driver.active.get_current_device()]  # makes what compiles, once for every device
     kernel.compile = _compile
